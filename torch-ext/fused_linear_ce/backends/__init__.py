@@ -1,0 +1,38 @@
+"""Backends: the same five functions (base.py), in torch operations (eager.py) and as Triton kernels (triton/)."""
+
+import importlib
+import importlib.util
+
+import torch
+
+from .base import accumulation_dtype
+
+TRITON_DEVICES = ("cuda", "xpu")  # ROCm's torch calls its devices "cuda" too
+
+
+def choose(device_type: str, float64: bool) -> str:
+    """Name of the backend for tensors on such a device: by device, never by how torch was built."""
+    has_triton = device_type in TRITON_DEVICES and importlib.util.find_spec("triton") is not None
+    return "triton" if has_triton and not float64 else "eager"
+
+
+def load(name: str):
+    """The backend's module. Triton is imported here, on first use, so that importing the package never needs it."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+def operand_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
+    """dtype of the x that forward and dlogits take: the torch backend upcasts, the Triton backend does not."""
+    return compute_dtype if name == "triton" else accumulation_dtype(compute_dtype)
+
+
+def exps_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
+    """dtype of E and dlogits, and of the x of grad_weight. Half precision's E is bf16 in the Triton backend, also for
+    fp16 inputs: unnormalised exponentials need bf16's range."""
+    half = compute_dtype in (torch.bfloat16, torch.float16)
+    return torch.bfloat16 if name == "triton" and half else accumulation_dtype(compute_dtype)
+
+
+def padded_vocab(name: str, vocab: int) -> int:
+    """Row stride of an (R, V) buffer, in elements: whole 128-byte lines for the Triton backend's block stores."""
+    return -(-vocab // 64) * 64 if name == "triton" else vocab

@@ -1,0 +1,90 @@
+"""What a backend is: five functions on one chunk of tokens. The loop around them is passes.py.
+
+Notation, for one token: x its hidden state, z = transform(x W^T + bias) its logits, y its target, m = max z,
+log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernels chi_j = 1 - (z_j / softcap)^2
+(1 without softcap), so that d z_j / d (x W^T)_j = logit_scale * chi_j.
+
+    forward(x, targets, head, wants, stats, exps)  fills the row statistics; with `exps` (R, V) also stores
+                                           E_j = exp(z_j - c) * chi_j for a per-row reference c of the backend's choice,
+                                           and stats.scale = exp(c - lse), so that p_j chi_j = stats.scale * E_j
+    dlogits(x, targets, head, stats, coefficients, out)  recomputes the logits and stores chi_j * dz_j of loss.py
+    grad_hidden(e, weight, compute_dtype, out, accumulate)    out (R, H) (+)= e @ weight
+    grad_weight(e, x, out, accumulate)     out (V, H) (+)= e^T @ x
+    grad_bias(e, scale, out)               out (V,) += e^T @ scale
+
+A target of -1 marks a row without a class: its statistics are NaN.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Optional
+
+import torch
+
+
+class Head(NamedTuple):
+    """The projection and the logit transform. compute_dtype is what x and weight are rounded to before the GEMM."""
+
+    weight: torch.Tensor  # (V, H), any float dtype, any strides
+    bias: Optional[torch.Tensor]  # (V,)
+    logit_scale: float
+    softcap: Optional[float]
+    class_weight: Optional[torch.Tensor]  # (V,), the w_j of sum_logits and of the constant gradient term
+    compute_dtype: torch.dtype
+
+    def columns(self, start: int, stop: int) -> "Head":
+        """The same head restricted to the classes [start, stop)."""
+        cut = lambda t: None if t is None else t[start:stop]  # noqa: E731
+        return self._replace(
+            weight=self.weight[start:stop], bias=cut(self.bias), class_weight=cut(self.class_weight)
+        )
+
+
+class Wants(NamedTuple):
+    """Statistics beyond (max, log_sum, target) that the caller will read."""
+
+    entropy: bool = False
+    sum_logits: bool = False
+    log_sum_sq: bool = False
+    is_top1: bool = False
+
+
+@dataclass
+class Stats:
+    """Per-token statistics, each (R,), in the accumulation dtype (is_top1: bool); None where not wanted."""
+
+    max: torch.Tensor
+    log_sum: torch.Tensor  # log sum exp(z - max): kept apart from max so that a common offset costs no digits
+    target: torch.Tensor  # z_y - max
+    scale: torch.Tensor  # exp(c - lse), see above; only written where exps are stored
+    entropy: Optional[torch.Tensor]
+    sum_logits: Optional[torch.Tensor]
+    log_sum_sq: Optional[torch.Tensor]  # log sum_j p_j^2
+    is_top1: Optional[torch.Tensor]
+
+    @classmethod
+    def empty(cls, rows: int, wants: Wants, dtype: torch.dtype, device: torch.device) -> "Stats":
+        def new(wanted: bool = True, kind: torch.dtype = dtype):
+            return torch.empty(rows, dtype=kind, device=device) if wanted else None
+
+        return cls(
+            new(), new(), new(), new(), new(wants.entropy), new(wants.sum_logits), new(wants.log_sum_sq),
+            new(wants.is_top1, torch.bool),
+        )  # fmt: skip
+
+    def rows(self, start: int, stop: int) -> "Stats":
+        """Views of the rows [start, stop): what a chunk writes into."""
+        parts = (getattr(self, f.name) for f in fields(self))
+        return Stats(*(None if p is None else p[start:stop] for p in parts))
+
+    @property
+    def log_prob(self) -> torch.Tensor:
+        return self.target - self.log_sum
+
+    @property
+    def lse(self) -> torch.Tensor:
+        return self.max + self.log_sum
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64 (for gradient checks); everything else accumulates in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

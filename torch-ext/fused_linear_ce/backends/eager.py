@@ -1,0 +1,159 @@
+"""The torch backend: any device, any float dtype, no Triton. The default on CPU.
+
+Logits are made by one GEMM per chunk in the accumulation dtype (float32, or float64 for float64 inputs) and never
+rounded below it. The elementwise work then runs over panels of a few rows that stay in a core's cache, so that main
+memory sees the chunk twice (the GEMM's store, the panel's load and store back) however many statistics are wanted.
+"""
+
+import torch
+
+from ..loss import Coefficients
+from .base import Head, Stats, Wants
+
+_PANEL_BYTES = 1 << 20  # elementwise panels: fits in a second-level cache
+_SLAB_BYTES = 32 << 20  # upcast copies of the weight, one slab of classes at a time
+_LOG_ZERO = -1e4  # exp of this or less is 0 in every dtype: stands in for -inf where 0 * -inf must be 0
+
+
+def _slabs(weight: torch.Tensor, compute_dtype: torch.dtype, dtype: torch.dtype):
+    """(start, stop, weight[start:stop] rounded to compute_dtype and held in dtype); one slab if nothing is copied."""
+    vocab, hidden_size = weight.shape
+    if weight.dtype == dtype and compute_dtype == dtype:
+        yield 0, vocab, weight
+        return
+    step = max(1, _SLAB_BYTES // (hidden_size * dtype.itemsize))
+    for start in range(0, vocab, step):
+        stop = min(start + step, vocab)
+        yield start, stop, weight[start:stop].to(compute_dtype).to(dtype)
+
+
+def _panels(rows: int, vocab: int, dtype: torch.dtype):
+    step = max(1, _PANEL_BYTES // (vocab * dtype.itemsize))
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _project(x: torch.Tensor, head: Head, out: torch.Tensor) -> None:
+    """out = x W^T + bias."""
+    bias = None if head.bias is None else head.bias.to(head.compute_dtype).to(out.dtype)
+    for start, stop, weight in _slabs(head.weight, head.compute_dtype, out.dtype):
+        if bias is None:
+            torch.mm(x, weight.t(), out=out[:, start:stop])
+        else:
+            torch.addmm(bias[start:stop], x, weight.t(), out=out[:, start:stop])
+
+
+def _transform(z: torch.Tensor, head: Head) -> None:
+    """In place: z = softcap * tanh(logit_scale * z / softcap)."""
+    if head.logit_scale != 1.0:
+        z.mul_(head.logit_scale)
+    if head.softcap is not None:
+        z.div_(head.softcap).tanh_().mul_(head.softcap)
+
+
+def _chain(z: torch.Tensor, softcap: float) -> torch.Tensor:
+    """chi = 1 - (z / softcap)^2."""
+    return torch.square(z / softcap).neg_().add_(1.0)
+
+
+def _weighted_sum(z: torch.Tensor, class_weight) -> torch.Tensor:
+    """sum_j w_j z_j; a class of weight 0 adds nothing, also when its logit is -inf."""
+    if class_weight is None:
+        return z.sum(1)
+    weights = class_weight.to(z.dtype)
+    return torch.where(weights == 0, 0.0, z * weights).sum(1)
+
+
+def _first_argmax(z: torch.Tensor, m: torch.Tensor, z_y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Whether the target is the first class that reaches the row's maximum."""
+    if z.device.type != "cpu":
+        return (z.argmax(1) == targets) & (z_y == m)
+    top1 = torch.zeros_like(targets, dtype=torch.bool)
+    rows = (z_y == m).nonzero().squeeze(1)  # few rows need the slower search for an earlier equal
+    top1[rows] = z[rows].argmax(1) == targets[rows]
+    return top1
+
+
+def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, stats: Stats, exps=None) -> None:
+    """See base.py. E's reference is the row's maximum, so nothing can overflow."""
+    vocab = head.weight.shape[0]
+    buffer = x.new_empty(x.shape[0], vocab) if exps is None else exps
+    _project(x, head, buffer)
+    column = targets.clamp(min=0).unsqueeze(1)
+    for start, stop in _panels(x.shape[0], vocab, buffer.dtype):
+        z, s = buffer[start:stop], stats.rows(start, stop)
+        out = z if exps is not None else None
+        _transform(z, head)
+        m = torch.amax(z, 1)
+        z_y = z.gather(1, column[start:stop]).squeeze(1)
+        s.max.copy_(m)
+        if wants.sum_logits:
+            s.sum_logits.copy_(_weighted_sum(z, head.class_weight))
+        if wants.is_top1:
+            s.is_top1.copy_(_first_argmax(z, m, z_y, targets[start:stop]))
+        chi = _chain(z, head.softcap) if out is not None and head.softcap is not None else None
+        d = z - m.unsqueeze(1)
+        e = torch.exp(d, out=out)
+        total = e.sum(1)
+        torch.log(total, out=s.log_sum)
+        torch.sub(z_y, m, out=s.target)
+        if wants.entropy:
+            d.clamp_(min=_LOG_ZERO)
+            torch.sub(s.log_sum, d.mul_(e).sum(1).div_(total), out=s.entropy)
+        if wants.log_sum_sq:
+            torch.sub(torch.linalg.vecdot(e, e).log_(), 2 * s.log_sum, out=s.log_sum_sq)
+        if out is not None:
+            torch.reciprocal(total, out=s.scale)
+            if chi is not None:
+                out.mul_(chi)
+    poison = torch.where(targets < 0, torch.nan, 0.0).to(stats.max.dtype)
+    for value in (stats.log_sum, stats.entropy, stats.sum_logits, stats.log_sum_sq):
+        if value is not None:
+            value.add_(poison)
+    if wants.is_top1:
+        stats.is_top1.logical_and_(stats.log_sum.isfinite())
+    if exps is not None:
+        stats.scale.add_(poison)
+
+
+def dlogits(
+    x: torch.Tensor, targets: torch.Tensor, head: Head, stats: Stats, coefficients: Coefficients, out: torch.Tensor
+) -> None:
+    """See base.py. A target outside [0, V) of this head has no column here and adds no t."""
+    vocab = head.weight.shape[0]
+    _project(x, head, out)
+    inside = (targets >= 0) & (targets < vocab)
+    column = targets.clamp(0, vocab - 1).unsqueeze(1)
+    a, b, t, d = (None if c is None else c.unsqueeze(1) for c in coefficients)
+    for start, stop in _panels(x.shape[0], vocab, out.dtype):
+        z, at, s = out[start:stop], slice(start, stop), stats.rows(start, stop)
+        _transform(z, head)
+        chi = None if head.softcap is None else _chain(z, head.softcap)
+        log_p = z.sub_(s.max.unsqueeze(1)).sub_(s.log_sum.unsqueeze(1))
+        p = torch.exp(log_p)
+        if b is None:
+            value = p.mul_(a[at])
+        else:
+            log_p.clamp_(min=_LOG_ZERO)
+            value = log_p.add_(s.entropy.unsqueeze(1)).mul_(b[at]).add_(a[at]).mul_(p)
+        # a p_y + t with t = -a must not cancel: a (p_y - 1) + (a + t), from the target's own log-probability
+        here = column[at]
+        at_target = value.gather(1, here) - a[at] * torch.exp(s.log_prob.unsqueeze(1))
+        at_target += a[at] * torch.expm1(s.log_prob.unsqueeze(1)) + (a[at] + t[at])
+        value.scatter_(1, here, torch.where(inside[at].unsqueeze(1), at_target, value.gather(1, here)))
+        if d is not None:
+            weights = 1.0 if head.class_weight is None else head.class_weight.to(value.dtype)
+            value.add_(d[at] * weights)
+        torch.mul(value, 1.0 if chi is None else chi, out=out[start:stop])
+
+
+def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch.Tensor, accumulate: bool) -> None:
+    for start, stop, slab in _slabs(weight, compute_dtype, e.dtype):
+        torch.addmm(out, e[:, start:stop], slab, beta=int(accumulate or start > 0), out=out)
+
+
+def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    torch.addmm(out, e.t(), x, beta=int(accumulate), out=out)
+
+
+def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    out.addmv_(e.t(), scale)

@@ -1,0 +1,225 @@
+"""The Triton backend: the five functions of base.py as launches of the kernels beside this file.
+
+Every launch runs under the guard of its tensors' device and takes 64-bit offsets; nothing here synchronises.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...loss import Coefficients
+from ..base import Head, Stats, Wants
+from . import forward as fwd
+from . import gradients as bwd
+from . import tuning
+
+_REFERENCE_COLUMNS = 128  # classes that the reference is the maximum of, beside the target
+_TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _guard(tensor: torch.Tensor):
+    """Launch on the tensor's device, whatever the current one is."""
+    if tensor.device.type in ("cuda", "xpu"):
+        return getattr(torch, tensor.device.type).device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def _tf32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's own switch allows TF32 in fp32 matrix products."""
+    if dtype != torch.float32 or device.type != "cuda":
+        return False
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch >= 2.9
+    if precision is None:
+        return torch.backends.cuda.matmul.allow_tf32
+    if precision == "none":
+        precision = torch.backends.fp32_precision
+    return precision == "tf32"
+
+
+def _precision(device: torch.device, dtype: torch.dtype) -> str:
+    return "tf32" if _tf32(device, dtype) else "ieee"
+
+
+def _describable(tensor: torch.Tensor) -> bool:
+    """Whether bulk tensor copies can read it: rows of whole 16 bytes, aligned, contiguous within a row."""
+    itemsize = tensor.element_size()
+    return (
+        tensor.stride(1) == 1
+        and tensor.stride(0) >= tensor.shape[1]
+        and tensor.stride(0) * itemsize % 16 == 0
+        and tensor.data_ptr() % 16 == 0
+    )
+
+
+class _Launch:
+    """What forward_kernel and dlogits_kernel share: operands, tiles and flags for x (R, H) against a head."""
+
+    def __init__(self, x: torch.Tensor, head: Head, out=None):
+        weight = head.weight
+        self.rows, self.hidden_size = x.shape
+        self.vocab = weight.shape[0]
+        aligned = weight.dtype == x.dtype and _describable(x) and _describable(weight)
+        aligned = aligned and (out is None or _describable(out))
+        self.tiles = t = tuning.tiles(x.device, x.dtype, self.rows, self.hidden_size, aligned, out is not None)
+        self.row_tiles = triton.cdiv(self.rows, t.rows)
+        self.column_tiles = triton.cdiv(self.vocab, t.columns)
+        programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
+        self.grid = (programs,)
+        self.x, self.weight = x, weight
+        self.strides = (x.stride(0), weight.stride(0), weight.stride(1))
+        self.out = x if out is None else out
+        self.out_stride = 0 if out is None else out.stride(0)
+        if t.descriptors:
+            self.x = TensorDescriptor.from_tensor(x, [t.rows, t.depth])
+            self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
+            if out is not None:
+                self.out = TensorDescriptor.from_tensor(out, [t.rows, t.columns])
+        self.bias = x if head.bias is None else head.bias  # a pointer that the kernel will not read
+        self.softcap = 1.0 if head.softcap is None else head.softcap
+        self.flags = {
+            "ROWS": t.rows,
+            "COLUMNS": t.columns,
+            "DEPTH": t.depth,
+            "GROUP": t.group,
+            "PROGRAMS": programs,
+            "FLATTEN": t.flatten,
+            "DESCRIPTORS": t.descriptors,
+            "PRECISION": _precision(x.device, x.dtype),
+            "HAS_BIAS": head.bias is not None,
+            "HAS_SOFTCAP": head.softcap is not None,
+            "HAS_CLASS_WEIGHT": head.class_weight is not None,
+            "COMPUTE": _TRITON_DTYPE[x.dtype],
+            "num_warps": t.warps,
+            "num_stages": t.stages,
+        }
+
+
+def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
+    """c_i of forward.py, (R,)."""
+    reference = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    rows = 16 if x.device.type == "cpu" else 64
+    weight = head.weight
+    fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
+        x, weight, x if head.bias is None else head.bias, targets, reference,
+        x.shape[0], weight.shape[0], x.shape[1],
+        x.stride(0), weight.stride(0), weight.stride(1),
+        head.logit_scale, 1.0 if head.softcap is None else head.softcap,
+        ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=32,
+        HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
+        PRECISION=_precision(x.device, x.dtype), num_warps=4,
+    )  # fmt: skip
+    return reference
+
+
+def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, stats: Stats, exps=None) -> None:
+    """See base.py. With exps: reference, GEMM, combine, and the two launches that repair rows that overflowed."""
+    if x.shape[0] == 0:
+        return
+    with _guard(x):
+        launch = _Launch(x, head, exps)
+        store = exps is not None
+        rows, device = launch.rows, x.device
+
+        def partial(wanted: bool = True) -> torch.Tensor:
+            shape = (launch.column_tiles, rows) if wanted else (0,)
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        partials = (
+            partial(), partial(), partial(wants.entropy), partial(wants.log_sum_sq), partial(wants.sum_logits),
+            torch.zeros(rows, dtype=torch.float32, device=device), torch.ones(rows, dtype=torch.int8, device=device),
+        )  # fmt: skip
+        if store:
+            marks = (
+                _reference(x, targets, head),
+                torch.empty(rows, dtype=torch.int32, device=device),
+                torch.zeros(1, dtype=torch.int32, device=device),
+            )
+        else:
+            marks = (stats.max, targets, targets)  # pointers that the kernels will not read
+        class_weight = x if head.class_weight is None else head.class_weight
+        asked = {"ENTROPY": wants.entropy, "SQUARES": wants.log_sum_sq, "LOGITS": wants.sum_logits}
+        unused = stats.max
+        outputs = (stats.max, stats.log_sum, stats.target, stats.scale) + tuple(
+            unused if s is None else s
+            for s in (
+                stats.entropy, stats.sum_logits, stats.log_sum_sq,
+                None if stats.is_top1 is None else stats.is_top1.view(torch.int8),
+            )
+        )  # fmt: skip
+        block = 16 if device.type == "cpu" else 32
+        for repair in (False, True) if store else (False,):
+            fwd.forward_kernel[launch.grid](
+                launch.x, launch.weight, launch.bias, targets, class_weight, *marks, launch.out, *partials,
+                rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
+                *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
+                STORE=store, REPAIR=repair, **asked, **launch.flags,
+            )  # fmt: skip
+            fwd.combine_kernel[(triton.cdiv(rows, block),)](
+                targets, *marks, *partials, *outputs, rows, launch.column_tiles,
+                fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
+                ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
+                TOP1=wants.is_top1, num_warps=4,
+            )  # fmt: skip
+
+
+def dlogits(
+    x: torch.Tensor, targets: torch.Tensor, head: Head, stats: Stats, coefficients: Coefficients, out: torch.Tensor
+) -> None:
+    """See base.py."""
+    if x.shape[0] == 0:
+        return
+    with _guard(x):
+        launch = _Launch(x, head, out)
+        c = coefficients
+        unused = stats.max
+        bwd.dlogits_kernel[launch.grid](
+            launch.x, launch.weight, launch.bias, targets, x if head.class_weight is None else head.class_weight,
+            stats.max, stats.log_sum, stats.log_prob, unused if c.b is None else stats.entropy,
+            c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
+            launch.rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
+            *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
+            HAS_B=c.b is not None, HAS_D=c.d is not None, **launch.flags,
+        )  # fmt: skip
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """out (M, N) fp32 (+)= a @ b: cuBLAS where it can give half-precision operands an fp32 result."""
+    if a.device.type == "cuda" and torch.version.hip is None:
+        if a.dtype == torch.float32:
+            torch.addmm(out, a, b, beta=int(accumulate), out=out)
+        elif accumulate:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        return
+    (m, k), n = a.shape, b.shape[1]
+    size, depth = (16, 16) if a.device.type == "cpu" else (128 if a.dtype != torch.float32 else 64, 32)
+    row_tiles, column_tiles = triton.cdiv(m, size), triton.cdiv(n, size)
+    with _guard(a):
+        bwd.matmul_kernel[(row_tiles * column_tiles,)](
+            a, b, out, m, n, k, row_tiles, column_tiles,
+            a.stride(0), a.stride(1), b.stride(0), b.stride(1), out.stride(0),
+            ROWS=size, COLUMNS=size, DEPTH=depth, GROUP=8, ACCUMULATE=accumulate,
+            PRECISION=_precision(a.device, a.dtype), num_warps=4,
+        )  # fmt: skip
+
+
+def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch.Tensor, accumulate: bool) -> None:
+    _matmul(e, weight, out, accumulate)
+
+
+def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    _matmul(e.t(), x, out, accumulate)
+
+
+def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    if e.shape[0] == 0:
+        return
+    block = 32 if e.device.type == "cpu" else 128
+    with _guard(e):
+        bwd.column_sum_kernel[(triton.cdiv(e.shape[1], block),)](
+            e, scale, out, e.shape[0], e.shape[1], e.stride(0), ROWS=32, COLUMNS=block, num_warps=4
+        )

@@ -1,0 +1,235 @@
+"""The forward GEMM with the softmax statistics in its epilogue, and the reduction of the statistics over tiles.
+
+    reference_kernel   c_i: a logit that cannot be far below the row's maximum (only where E is stored)
+    forward_kernel     tile of logits -> per-(tile, row) partial statistics, and E = exp(z - c) chi if asked for
+    combine_kernel     partial statistics -> the row's statistics; marks rows whose E may have overflowed
+    forward_kernel     again for the marked rows, with their maximum, now known, as reference: its programs return at
+    combine_kernel     once where nothing is marked, which costs two empty launches and no synchronisation
+
+Why any reference will do: E and the partial sums carry the factor exp(-c_i), which the row's scale exp(c_i - lse_i)
+takes out again after the GEMMs. bf16 and fp32 share their exponent range, so nothing is lost while m_i - c_i, with m_i
+the row's maximum, stays below about 88 - log V. c_i is the larger of the target's logit and the maximum over the first
+columns, so m_i - c_i <= nll_i: a marked row is one whose loss exceeds LIMIT nats.
+"""
+
+import triton
+import triton.language as tl
+
+from .logits import chain, tile_order, tile_product, transform
+
+LIMIT = 60.0  # nats that a row's maximum may lie above its reference
+LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
+LOG_ZERO = tl.constexpr(-1e4)  # exp of this is 0: stands in for -inf where 0 * -inf must be 0
+
+
+@triton.jit
+def reference_kernel(
+    x, w, bias, targets, reference, R, V, H,
+    stride_xr, stride_wv, stride_wh, logit_scale, softcap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """reference = max(z over the first COLUMNS classes, z of the target); 0 where that is not finite.
+
+    One program a row tile. It need not agree with forward_kernel to the last bit, only to a few nats.
+    """
+    row = tl.program_id(0) * ROWS
+    rows = row + tl.arange(0, ROWS)
+    product = tile_product(
+        x, w, row, 0, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, False, PRECISION
+    )
+    z = transform(product, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, HAS_BIAS, HAS_SOFTCAP)
+    z = tl.where((tl.arange(0, COLUMNS) < V)[None, :], z, float("-inf"))
+    y = tl.load(targets + rows, mask=rows < R, other=-1)
+    known = y >= 0
+    y = tl.where(known, y, 0)
+    dot = tl.zeros((ROWS,), dtype=tl.float32)
+    depth = tl.arange(0, DEPTH)
+    for k in range(0, H, DEPTH):
+        mask = (rows < R)[:, None] & (k + depth < H)[None, :]
+        a = tl.load(x + rows.to(tl.int64)[:, None] * stride_xr + (k + depth)[None, :], mask=mask, other=0.0)
+        offset = y.to(tl.int64)[:, None] * stride_wv + (k + depth).to(tl.int64)[None, :] * stride_wh
+        b = tl.load(w + offset, mask=mask, other=0.0)
+        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    if HAS_BIAS:
+        dot += tl.load(bias + y).to(tl.float32)
+    z_y = transform(dot, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, False, HAS_SOFTCAP)
+    c = tl.maximum(tl.max(z, 1), tl.where(known, z_y, float("-inf")))
+    c = tl.where((c > float("-inf")) & (c < float("inf")), c, 0.0)
+    tl.store(reference + rows, c, mask=rows < R)
+
+
+@triton.jit
+def forward_kernel(
+    x, w, bias, targets, class_weight,
+    reference, marked, any_marked,
+    exps, tile_max, tile_sum, tile_dot, tile_squares, tile_logits, target_z, target_beaten,
+    R, V, H, row_tiles, column_tiles,
+    stride_xr, stride_wv, stride_wh, stride_er, logit_scale, softcap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    STORE: tl.constexpr, REPAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Persistent: each program walks over tiles of ROWS x COLUMNS logits. Per tile and row it leaves behind, at
+    [column tile, row]: the maximum, sum exp(z - c), sum exp(z - c)(z - c), sum exp(z - c)^2 and sum w_j z_j (the last
+    three if asked for), with c the row's reference where E is stored and the tile's own maximum elsewhere. The tile
+    that holds a row's target writes its logit, and whether an earlier class of the tile reaches it.
+    """
+    if REPAIR:
+        if tl.load(any_marked) == 0:
+            return
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
+        row = row_tile * ROWS
+        column = column_tile * COLUMNS
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        live = rows < R
+        run = True
+        if REPAIR:
+            run = tl.max(tl.load(marked + rows, mask=live, other=0), 0) > 0
+        if run:
+            product = tile_product(
+                x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS,
+                PRECISION,
+            )  # fmt: skip
+            z = transform(
+                product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, HAS_BIAS, HAS_SOFTCAP
+            )
+            if column + COLUMNS > V:
+                z = tl.where((columns < V)[None, :], z, float("-inf"))
+            m = tl.max(z, 1)
+            if STORE:
+                c = tl.load(reference + rows, mask=live, other=0.0)
+            else:
+                c = tl.where(m == float("-inf"), 0.0, m)
+            d = z - c[:, None]
+            e = tl.exp(d)
+            partial = column_tile.to(tl.int64) * R + rows
+            tl.store(tile_max + partial, m, mask=live)
+            tl.store(tile_sum + partial, tl.sum(e, 1), mask=live)
+            if ENTROPY:
+                tl.store(tile_dot + partial, tl.sum(e * tl.maximum(d, LOG_ZERO), 1), mask=live)
+            if SQUARES:
+                tl.store(tile_squares + partial, tl.sum(e * e, 1), mask=live)
+            if LOGITS:
+                weighted = z
+                if HAS_CLASS_WEIGHT:
+                    class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
+                    weighted = tl.where((class_w == 0.0)[None, :], 0.0, z * class_w[None, :])
+                weighted = tl.where((columns < V)[None, :], weighted, 0.0)
+                tl.store(tile_logits + partial, tl.sum(weighted, 1), mask=live)
+            y = tl.load(targets + rows, mask=live, other=-1)
+            here = (y >= column) & (y < column + COLUMNS)
+            if tl.max(here.to(tl.int32), 0) > 0:
+                at = columns[None, :] == y[:, None]
+                z_y = tl.sum(tl.where(at, z, 0.0), 1)
+                before = tl.max(tl.where(columns[None, :] < y[:, None], z, float("-inf")), 1)
+                tl.store(target_z + rows, z_y, mask=here)
+                tl.store(target_beaten + rows, (before >= z_y).to(tl.int8), mask=here)
+            if STORE:
+                value = chain(e, z, softcap, HAS_SOFTCAP)
+                if DESCRIPTORS:
+                    exps.store([row, column], value.to(exps.dtype))
+                else:
+                    at_e = exps + rows.to(tl.int64)[:, None] * stride_er + columns[None, :]
+                    tl.store(at_e, value.to(exps.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    targets, reference, marked, any_marked,
+    tile_max, tile_sum, tile_dot, tile_squares, tile_logits, target_z, target_beaten,
+    out_max, out_log_sum, out_target, out_scale, out_entropy, out_logits, out_squares, out_top1,
+    R, column_tiles, limit,
+    ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+    STORE: tl.constexpr, REPAIR: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, TOP1: tl.constexpr,
+):  # fmt: skip
+    """One program for ROWS rows: the partial statistics of all column tiles, in one order, to the row's statistics.
+
+    STORE: every tile used the same reference, sums just add up, and scale = exp(c - lse) = 1 / sum exp(z - c). A row
+    whose maximum lies more than `limit` above c is marked and gets its maximum as new reference.
+    Otherwise each tile used its own maximum and is rescaled to the row's.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < R
+    if REPAIR:
+        if tl.load(any_marked) == 0:
+            return
+        live = live & (tl.load(marked + rows, mask=live, other=0) > 0)
+    y = tl.load(targets + rows, mask=live, other=-1)
+    target_tile = y // COLUMNS
+    m = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    earlier = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    tiles = tl.arange(0, TILES)
+    for first in range(0, column_tiles, TILES):
+        tile = first + tiles
+        mask = (tile < column_tiles)[:, None] & live[None, :]
+        t_max = tl.load(tile_max + tile.to(tl.int64)[:, None] * R + rows[None, :], mask=mask, other=float("-inf"))
+        m = tl.maximum(m, tl.max(t_max, 0))
+        if TOP1:
+            earlier = tl.maximum(
+                earlier, tl.max(tl.where(tile[:, None] < target_tile[None, :], t_max, float("-inf")), 0)
+            )
+    if STORE:
+        c = tl.load(reference + rows, mask=live, other=0.0)
+    else:
+        c = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    dot = tl.zeros((ROWS,), dtype=tl.float32)
+    squares = tl.zeros((ROWS,), dtype=tl.float32)
+    logits = tl.zeros((ROWS,), dtype=tl.float32)
+    for first in range(0, column_tiles, TILES):
+        tile = first + tiles
+        mask = (tile < column_tiles)[:, None] & live[None, :]
+        at = tile.to(tl.int64)[:, None] * R + rows[None, :]
+        t_sum = tl.load(tile_sum + at, mask=mask, other=0.0)
+        if STORE:
+            total += tl.sum(t_sum, 0)
+            if ENTROPY:
+                dot += tl.sum(tl.load(tile_dot + at, mask=mask, other=0.0), 0)
+            if SQUARES:
+                squares += tl.sum(tl.load(tile_squares + at, mask=mask, other=0.0), 0)
+        else:
+            t_max = tl.load(tile_max + at, mask=mask, other=float("-inf"))
+            # A tile of -inf used the reference 0 and has the sum 0: its factor must not be exp(0 - m).
+            shift = tl.maximum(t_max - c[None, :], LOG_ZERO)
+            factor = tl.exp(shift)
+            total += tl.sum(t_sum * factor, 0)
+            if ENTROPY:
+                t_dot = tl.load(tile_dot + at, mask=mask, other=0.0)
+                dot += tl.sum(factor * (t_dot + t_sum * shift), 0)
+            if SQUARES:
+                squares += tl.sum(tl.load(tile_squares + at, mask=mask, other=0.0) * factor * factor, 0)
+        if LOGITS:
+            logits += tl.sum(tl.load(tile_logits + at, mask=mask, other=0.0), 0)
+    if STORE and not REPAIR:
+        over = live & ((m - c) > limit)
+        tl.store(marked + rows, over.to(tl.int32), mask=live)
+        tl.store(reference + rows, m, mask=over)
+        if tl.max(over.to(tl.int32), 0) > 0:
+            tl.atomic_max(any_marked, 1)
+    z_y = tl.load(target_z + rows, mask=live, other=0.0)
+    log_total = tl.log(total)
+    log_sum = log_total + (c - m)
+    # No class, and a row of -inf only: NaN, as the softmax of such a row is.
+    log_sum = tl.where((y < 0) | (m == float("-inf")), float("nan"), log_sum)
+    poison = log_sum - log_sum
+    tl.store(out_max + rows, m, mask=live)
+    tl.store(out_log_sum + rows, log_sum, mask=live)
+    tl.store(out_target + rows, z_y - m, mask=live)
+    if STORE:
+        tl.store(out_scale + rows, 1.0 / total + poison, mask=live)
+    if ENTROPY:
+        tl.store(out_entropy + rows, log_total - dot / total + poison, mask=live)
+    if SQUARES:
+        tl.store(out_squares + rows, tl.log(squares) - 2.0 * log_total + poison, mask=live)
+    if LOGITS:
+        tl.store(out_logits + rows, logits + poison, mask=live)
+    if TOP1:
+        beaten = tl.load(target_beaten + rows, mask=live, other=1)
+        top1 = (z_y == m) & (earlier < z_y) & (beaten == 0) & (log_sum == log_sum)
+        tl.store(out_top1 + rows, top1.to(tl.int8), mask=live)

@@ -1,0 +1,114 @@
+"""What the backward needs beyond the forward's E: recomputed dlogits, the two gradient GEMMs, and column sums."""
+
+import triton
+import triton.language as tl
+
+from .logits import chain, tile_order, tile_product, transform
+
+
+@triton.jit
+def dlogits_kernel(
+    x, w, bias, targets, class_weight,
+    row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d, out,
+    R, V, H, row_tiles, column_tiles,
+    stride_xr, stride_wv, stride_wh, stride_or, logit_scale, softcap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """out = chi * (p (a + b (log p + entropy)) + t [j = y] + d w_j), the gradient family of loss.py, with the logits
+    recomputed tile by tile as in forward_kernel. The target's element is a (p_y - 1) + (a + t) by expm1: for
+    cross-entropy t = -a, and a p_y + t would cancel."""
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
+        row = row_tile * ROWS
+        column = column_tile * COLUMNS
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        live = rows < R
+        product = tile_product(
+            x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS, PRECISION
+        )
+        z = transform(product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, HAS_BIAS, HAS_SOFTCAP)
+        m = tl.load(row_max + rows, mask=live, other=0.0)
+        log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
+        a = tl.load(row_a + rows, mask=live, other=0.0)
+        log_p = (z - m[:, None]) - log_sum[:, None]
+        p = tl.exp(log_p)
+        if HAS_B:
+            b = tl.load(row_b + rows, mask=live, other=0.0)
+            entropy = tl.load(row_entropy + rows, mask=live, other=0.0)
+            log_p = tl.maximum(log_p, -1e4)  # -inf: 0 * -inf must be 0
+            value = p * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
+        else:
+            value = p * a[:, None]
+        y = tl.load(targets + rows, mask=live, other=-1)
+        here = (y >= column) & (y < column + COLUMNS)
+        if tl.max(here.to(tl.int32), 0) > 0:
+            t = tl.load(row_t + rows, mask=live, other=0.0)
+            log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
+            p_y = tl.exp(log_prob)
+            # expm1: its series where exp would cancel
+            small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
+            minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
+            shift = a * minus_one + (a + t) - a * p_y
+            value = tl.where(columns[None, :] == y[:, None], value + shift[:, None], value)
+        if HAS_D:
+            d = tl.load(row_d + rows, mask=live, other=0.0)[:, None]
+            if HAS_CLASS_WEIGHT:
+                d = d * tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+            value += d
+        value = chain(value, z, softcap, HAS_SOFTCAP)
+        if DESCRIPTORS:
+            out.store([row, column], value.to(out.dtype))
+        else:
+            at = out + rows.to(tl.int64)[:, None] * stride_or + columns[None, :]
+            tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
+
+
+@triton.jit
+def matmul_kernel(
+    a, b, out, M, N, K, row_tiles, column_tiles,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_om,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out (M, N) fp32 (+)= a (M, K) @ b (K, N), any strides: where the vendor's library has no half-precision GEMM
+    with an fp32 result (ROCm, XPU)."""
+    row_tile, column_tile = tile_order(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, K, DEPTH):
+        at = (k + depth).to(tl.int64)
+        inside = k + depth < K
+        left = tl.load(
+            a + rows.to(tl.int64)[:, None] * stride_am + at[None, :] * stride_ak,
+            mask=(rows < M)[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            b + at[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn,
+            mask=inside[:, None] & (columns < N)[None, :], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    at_out = out + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    if ACCUMULATE:
+        total += tl.load(at_out, mask=mask, other=0.0)
+    tl.store(at_out, total, mask=mask)
+
+
+@triton.jit
+def column_sum_kernel(e, scale, out, R, V, stride_er, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out_j += sum_i scale_i e_ij, in fp32, rows in order: one program for COLUMNS columns."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, R, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < R)[:, None] & (columns < V)[None, :]
+        value = tl.load(e + rows.to(tl.int64)[:, None] * stride_er + columns[None, :], mask=mask, other=0.0)
+        factor = tl.load(scale + rows, mask=rows < R, other=0.0)
+        total += tl.sum(value.to(tl.float32) * factor[:, None], 0)
+    tl.store(out + columns, tl.load(out + columns, mask=columns < V, other=0.0) + total, mask=columns < V)

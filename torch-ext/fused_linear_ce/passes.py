@@ -1,0 +1,452 @@
+"""The loops over chunks of tokens: what is computed from what, and where it goes. No kernel, no autograd, no options.
+
+Rows whose target is ignore_index are dropped before anything is projected: their hidden states are never read, so
+NaN in them reaches nothing, and the cost follows the rows that count. Dropping them needs their number on the host:
+one synchronisation a call on an accelerator. While a CUDA graph is captured none is possible, so every row runs there
+and the ignored ones are masked instead.
+
+A target outside the vocabulary raises on the CPU. Elsewhere reading it would cost a synchronisation, so its row is
+run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Optional
+
+import torch
+
+from . import backends, validation
+from .backends.base import Head, Stats, Wants, accumulation_dtype
+from .loss import Coefficients, LossOptions, Upstream, coefficients, token_loss, token_loss_upstream
+from .plan import Call, Needs, Plan, decide
+
+_NUDGE = 2.0**-30  # see _row_factors
+_SLAB_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that run. index: their positions, None for all. live: while capturing, which of them count."""
+
+    index: Optional[torch.Tensor]
+    live: Optional[torch.Tensor]
+    targets: torch.Tensor  # (R,) int64 in [-1, V)
+
+    def __len__(self) -> int:
+        return self.targets.shape[0]
+
+    def take(self, tensor: Optional[torch.Tensor], start: int = 0, stop: Optional[int] = None):
+        """The rows [start, stop) of a tensor of all N tokens; masked rows read as zero."""
+        if tensor is None:
+            return None
+        if self.index is not None:
+            return tensor.index_select(0, self.index[start:stop])
+        part = tensor[start:stop]
+        if self.live is None:
+            return part
+        live = self.live[start:stop]
+        return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, torch.zeros_like(part))
+
+    def put(self, values: torch.Tensor, out: torch.Tensor, start: int = 0, stop: Optional[int] = None) -> None:
+        """The inverse of take; the rows of `out` that did not run are left alone."""
+        if self.index is not None:
+            out.index_copy_(0, self.index[start:stop], values.to(out.dtype))
+        else:
+            out[start:stop] = values
+
+    def scatter(self, values: torch.Tensor, n_tokens: int) -> torch.Tensor:
+        """(R,) -> (N,), zero in the rows that did not run or do not count."""
+        if self.live is not None:
+            return torch.where(self.live, values, torch.zeros_like(values))
+        if self.index is None:
+            return values
+        return values.new_zeros(n_tokens).index_copy_(0, self.index, values)
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int) -> Rows:
+    targets = targets.to(torch.int64)
+    if targets.device.type == "cpu":
+        validation.check_target_values(targets, ignore_index, vocab)
+    keep = targets != ignore_index
+    index = live = None
+    if _capturing(targets):
+        live = keep
+        targets = torch.where(live, targets, torch.zeros_like(targets))
+    else:
+        count = int(keep.sum())
+        if count < targets.shape[0]:
+            index = torch.argsort(keep, descending=True, stable=True)[:count]
+            targets = targets[index]
+    inside = (targets >= 0) & (targets < vocab)
+    return Rows(index, live, torch.where(inside, targets, torch.full_like(targets, -1)))
+
+
+class Problem:
+    """One call's tensors, head and plan, and the backend that runs it."""
+
+    def __init__(
+        self, hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, compute_dtype, call, mode
+    ):
+        self.plan: Plan = decide(call, hidden.shape[0], mode)
+        self.backend = backends.load(self.plan.backend)
+        self.x_dtype = backends.operand_dtype(self.plan.backend, compute_dtype)
+        self.e_dtype = backends.exps_dtype(self.plan.backend, compute_dtype)
+        self.acc = accumulation_dtype(compute_dtype)
+        self.hidden, self.compute_dtype, self.weight_dtype = hidden, compute_dtype, weight.dtype
+        self.rows = select_rows(targets, ignore_index, weight.shape[0])
+        copy = self.plan.copies_weight and len(self.rows) > 0
+        self.head = Head(
+            weight.to(compute_dtype) if copy else weight, bias, logit_scale, softcap, class_weight, compute_dtype
+        )
+        self._gradient_weight = None
+
+    @property
+    def gradient_weight(self) -> torch.Tensor:
+        """The weight as the gradient GEMMs take it: the head's own, but for fp16 beside bf16 exponentials."""
+        if self._gradient_weight is None:
+            self._gradient_weight = self.gemm_weight(self.head.weight)
+        return self._gradient_weight
+
+    def gemm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.compute_dtype).to(self.e_dtype) if self.plan.backend == "triton" else weight
+
+    def chunks(self, start: int = 0, stop: Optional[int] = None, rows: Optional[int] = None):
+        step, stop = rows or self.plan.chunk_rows, len(self.rows) if stop is None else stop
+        return ((i, min(i + step, stop)) for i in range(start, stop, step))
+
+    def x(self, start: int, stop: int) -> torch.Tensor:
+        """The hidden states of a chunk, contiguous, rounded to the compute dtype."""
+        return self.rows.take(self.hidden, start, stop).to(self.compute_dtype).to(self.x_dtype).contiguous()
+
+    def new_exps(self, rows: int, vocab: Optional[int] = None) -> torch.Tensor:
+        """An (rows, V) buffer for E, with the backend's row stride."""
+        vocab = vocab or self.head.weight.shape[0]
+        stride = backends.padded_vocab(self.plan.backend, vocab)
+        return torch.empty(rows, stride, dtype=self.e_dtype, device=self.hidden.device)[:, :vocab]
+
+    def new_accumulator(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.acc, device=self.hidden.device)
+
+    def weighted_row_sum(self) -> torch.Tensor:
+        """sum_j w_j W_j, (H,), accumulated without a float copy of the whole weight."""
+        weight, class_weight = self.head.weight, self.head.class_weight
+        total = torch.zeros(weight.shape[1], dtype=self.acc, device=weight.device)
+        step = max(1, _SLAB_BYTES // (weight.shape[1] * self.acc.itemsize))
+        for start in range(0, weight.shape[0], step):
+            slab = weight[start : start + step].to(self.compute_dtype).to(self.acc)
+            total += slab.sum(0) if class_weight is None else class_weight[start : start + step].to(self.acc) @ slab
+        return total
+
+
+def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, t / a) such that p_j a + t [j = y] = a (p_j + (t / a) [j = y]) can be formed for every row.
+
+    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|, which
+    changes the other elements by 1e-9 of t. A row with a = t = 0 has factor 0.
+    """
+    tiny = c.t.abs() * _NUDGE
+    a = torch.where(c.a.abs() < tiny, torch.copysign(tiny, c.a), c.a)
+    return a, torch.where(a == 0, torch.full_like(a, -1.0), c.t / a)
+
+
+def _target_exps(stats: Stats, ratio: torch.Tensor, softcap: Optional[float]) -> torch.Tensor:
+    """What E[i, y_i] must be so that scale * E = chi * (p - onehot * -ratio): expm1 keeps p_y - 1 exact near 1."""
+    value = (torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale
+    return value if softcap is None else value * (1 - torch.square((stats.target + stats.max) / softcap))
+
+
+class GradientSink:
+    """Accumulates dX, dW and db over chunks; the first write to an accumulator overwrites it."""
+
+    def __init__(self, problem: Problem, needs: Needs, hidden: torch.Tensor, weight, bias):
+        self.problem, self.needs = problem, needs
+        self.hidden, self.weight, self.bias = hidden, weight, bias  # accumulators; unused ones are None
+        self.weight_started = False
+        self.constant = None  # sum_i d_i x_i and sum_i d_i of the rank-1 term
+        self.row_sum = None
+
+    def _add_weight(self, e: torch.Tensor, x: torch.Tensor) -> None:
+        self.problem.backend.grad_weight(e, x, self.weight, self.weight_started)
+        self.weight_started = True
+
+    def add_scaled(self, start: int, stop: int, x, e: torch.Tensor, stats: Stats, c: Coefficients) -> None:
+        """A chunk given as E: dlogits = logit_scale * (a scale E with its target element set) + the constant term."""
+        p, head = self.problem, self.problem.head
+        a, ratio = _row_factors(c)
+        column = p.rows.targets[start:stop].clamp(min=0).unsqueeze(1)
+        e.scatter_(1, column, _target_exps(stats, ratio, head.softcap).to(e.dtype).unsqueeze(1))
+        factor = a * stats.scale * head.logit_scale
+        constant = None if c.d is None else c.d * head.logit_scale
+        if self.needs.hidden:
+            out = p.new_accumulator(stop - start, x.shape[1])
+            p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
+            out.mul_(factor.unsqueeze(1))
+            if constant is not None:
+                self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
+                out.addr_(constant, self.row_sum)
+            p.rows.put(out, self.hidden, start, stop)
+        if self.needs.weight:
+            self._add_weight(e, torch.mul(x, factor.unsqueeze(1)).to(e.dtype))
+        if self.needs.bias:
+            p.backend.grad_bias(e, factor, self.bias)
+        if constant is not None and (self.needs.weight or self.needs.bias):
+            part = (constant @ x.to(p.acc), constant.sum())
+            self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
+
+    def add_exact(self, start: int, stop: int, x, e: torch.Tensor) -> None:
+        """A chunk given as finished dlogits."""
+        p = self.problem
+        if self.needs.hidden:
+            out = p.new_accumulator(stop - start, x.shape[1])
+            p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
+            p.rows.put(out, self.hidden, start, stop)
+        if self.needs.weight:
+            self._add_weight(e, x.to(e.dtype))
+        if self.needs.bias:
+            p.backend.grad_bias(e, x.new_ones(x.shape[0], dtype=p.acc), self.bias)
+
+    def finish_constant(self) -> None:
+        """dW_j += w_j sum_i d_i x_i and db_j += w_j sum_i d_i."""
+        if self.constant is None:
+            return
+        x_sum, d_sum = self.constant
+        weights = self.problem.head.class_weight
+        weights = x_sum.new_ones(self.problem.head.weight.shape[0]) if weights is None else weights.to(x_sum.dtype)
+        if self.needs.weight:
+            self.weight.addr_(weights, x_sum)
+        if self.needs.bias:
+            self.bias.add_(weights * d_sum)
+
+
+def _live_coefficients(rows: Rows, c: Coefficients) -> Coefficients:
+    """Zero coefficients in masked rows (only while capturing)."""
+    if rows.live is None:
+        return c
+    return Coefficients(*(None if v is None else torch.where(rows.live, v, torch.zeros_like(v)) for v in c))
+
+
+class LossResult(NamedTuple):
+    """Sums over the rows that count; gradients of loss_sum in the accumulation dtype, 0-element where not wanted."""
+
+    loss_sum: torch.Tensor
+    weight_sum: torch.Tensor  # sum of class_weight[target], or the number of rows
+    num_valid: torch.Tensor  # int64
+    num_correct: torch.Tensor  # int64
+    entropy_sum: torch.Tensor
+    nll_sum: torch.Tensor
+    grad_hidden: torch.Tensor  # (N, H)
+    grad_weight: torch.Tensor  # (V, H)
+    grad_bias: torch.Tensor  # (V,)
+
+
+def loss_and_gradients(
+    problem: Problem, needs: Needs, options: LossOptions, token_weight: Optional[torch.Tensor], metrics: bool
+) -> LossResult:
+    """The summed loss and its gradients in one pass over the tokens (3 G)."""
+    p, rows, acc = problem, problem.rows, problem.acc
+    n_tokens, hidden_size = p.hidden.shape
+    vocab = p.head.weight.shape[0]
+    wants = Wants(entropy=metrics, is_top1=metrics, sum_logits=options.label_smoothing > 0)
+    stats = Stats.empty(len(rows), wants, acc, p.hidden.device)
+    token_weight = None if token_weight is None else rows.take(token_weight).to(acc)
+    target_weight = _target_weight(p.head.class_weight, rows, acc)
+
+    def output(wanted: bool, *shape: int, zero: bool):
+        shape = shape if wanted else (0,)
+        return (torch.zeros if zero else torch.empty)(shape, dtype=acc, device=p.hidden.device)
+
+    sink = GradientSink(
+        p,
+        needs,
+        output(needs.hidden, n_tokens, hidden_size, zero=rows.index is not None),
+        output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),
+        output(needs.bias, vocab, zero=True),
+    )
+    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
+    loss_sum = torch.zeros((), dtype=acc, device=p.hidden.device)
+    for start, stop in p.chunks():
+        x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
+        part = replace(rows, live=None if rows.live is None else rows.live[start:stop])
+        p.backend.forward(x, rows.targets[start:stop], p.head, wants, s, e)
+        weights = tuple(None if w is None else w[start:stop] for w in (target_weight, token_weight))
+        losses = token_loss(s.log_prob, s.lse, s.sum_logits, *weights, options)
+        loss_sum += _live_sum(part, losses)
+        upstream = token_loss_upstream(torch.ones_like(losses), s.lse, *weights, options)
+        sink.add_scaled(start, stop, x, e, s, _live_coefficients(part, coefficients(upstream, losses)))
+    sink.finish_constant()
+    count = _count(rows, p.hidden.device)
+    zero = torch.zeros((), dtype=acc, device=p.hidden.device)
+    return LossResult(
+        loss_sum,
+        count.to(acc) if target_weight is None else _live_sum(rows, target_weight),
+        count,
+        _live_sum(rows, stats.is_top1.to(torch.int64)) if metrics else torch.zeros_like(count),
+        _live_sum(rows, stats.entropy) if metrics else zero,
+        -_live_sum(rows, stats.log_prob) if metrics else zero.clone(),
+        sink.hidden,
+        sink.weight,
+        sink.bias,
+    )
+
+
+def _count(rows: Rows, device: torch.device) -> torch.Tensor:
+    if rows.live is not None:
+        return rows.live.sum()
+    return torch.full((), len(rows), dtype=torch.int64, device=device)
+
+
+def _live_sum(rows: Rows, values: torch.Tensor) -> torch.Tensor:
+    return (values if rows.live is None else torch.where(rows.live, values, torch.zeros_like(values))).sum()
+
+
+def _target_weight(class_weight: Optional[torch.Tensor], rows: Rows, dtype: torch.dtype):
+    return None if class_weight is None else class_weight.to(dtype)[rows.targets.clamp(min=0)]
+
+
+class TokenResult(NamedTuple):
+    """Per token, (N,), zero where ignored; 0-element where not wanted. The last five are for the backward."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    lse: torch.Tensor
+    sum_logits: torch.Tensor
+    log_sum_sq: torch.Tensor
+    is_top1: torch.Tensor
+    max: torch.Tensor
+    log_sum: torch.Tensor
+    scale: torch.Tensor
+    exps: torch.Tensor  # (kept rows, padded V)
+
+
+def kept_exps_shape(call: Call, n_tokens: int) -> tuple[int, int]:
+    kept = call.kept_rows(n_tokens)
+    return (kept, backends.padded_vocab(call.backend, call.vocab))
+
+
+def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
+    """Forward of everything per token: 1 G, and E of the plan's kept rows."""
+    p, rows, device = problem, problem.rows, problem.hidden.device
+    n_tokens, vocab = p.hidden.shape[0], p.head.weight.shape[0]
+    stats = Stats.empty(len(rows), wants, p.acc, device)
+    kept_buffer = torch.empty(
+        p.plan.kept_rows, backends.padded_vocab(p.plan.backend, vocab), dtype=p.e_dtype, device=device
+    )
+    kept = min(p.plan.kept_rows, len(rows))
+    for start, stop in p.chunks(0, kept):
+        exps = kept_buffer[start:stop, :vocab]
+        p.backend.forward(p.x(start, stop), rows.targets[start:stop], p.head, wants, stats.rows(start, stop), exps)
+    for start, stop in p.chunks(kept):
+        p.backend.forward(p.x(start, stop), rows.targets[start:stop], p.head, wants, stats.rows(start, stop))
+
+    def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
+        return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
+
+    stats.scale[kept:] = 0.0
+    return TokenResult(
+        per_token(stats.log_prob),
+        per_token(stats.entropy),
+        per_token(stats.lse),
+        per_token(stats.sum_logits),
+        per_token(stats.log_sum_sq),
+        per_token(stats.is_top1, torch.bool),
+        per_token(stats.max),
+        per_token(stats.log_sum),
+        per_token(stats.scale),
+        kept_buffer,
+    )
+
+
+def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: TokenResult):
+    """(dX, dW, db) in the dtypes of hidden, weight and bias for per-token upstream gradients; 0-element if not wanted.
+
+    Rows whose E was kept need two GEMMs, the others three.
+    """
+    p, rows, plan, head = problem, problem.rows, problem.plan, problem.head
+    vocab = head.weight.shape[0]
+    upstream = Upstream(*(None if u is None else rows.take(u).to(p.acc) for u in upstream))
+    log_sum, log_prob = rows.take(saved.log_sum), rows.take(saved.log_probs)
+    entropy = rows.take(saved.entropy) if upstream.entropy is not None else None
+    stats = Stats(
+        rows.take(saved.max), log_sum, log_prob + log_sum, rows.take(saved.scale), entropy, None, None, None
+    )
+    c = _live_coefficients(rows, coefficients(upstream, log_sum))
+    # A row without a class has NaN statistics, and a NaN gradient whatever its upstream is.
+    c = c._replace(a=c.a + torch.where(rows.targets < 0, torch.nan, 0.0).to(p.acc))
+
+    c_exact = Coefficients(*(None if v is None else v * head.logit_scale for v in c))
+
+    hidden_size, device, empty = p.hidden.shape[1], p.hidden.device, len(rows) == 0
+
+    def output(wanted: bool, zero: bool, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return (torch.zeros if zero else torch.empty)(shape if wanted else (0,), dtype=dtype, device=device)
+
+    dx = output(needs.hidden, empty or rows.index is not None, p.hidden.dtype, *p.hidden.shape)
+    dw = output(needs.weight, empty, p.weight_dtype, vocab, hidden_size)
+    db = output(needs.bias, True, p.acc, vocab)
+    if empty:
+        return dx, dw, db
+    run = _gradients_by_slab if plan.slab < vocab else _gradients_by_row
+    run(p, needs, stats, c, c_exact, saved.exps, dx, dw, db)
+    return dx, dw, db
+
+
+def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> None:
+    """Chunks of rows over the whole vocabulary: kept rows from their E, the others recomputed."""
+    rows, head, vocab = p.rows, p.head, p.head.weight.shape[0]
+    accumulator = dw if dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
+    sink = GradientSink(p, needs, dx, accumulator, db)
+    kept = min(p.plan.kept_rows, len(rows))
+    for start, stop in p.chunks(0, kept):
+        # E belongs to autograd and a second backward must find it as it was: its target elements are put back.
+        # (.data: the version counter must not see this.)
+        e = kept_exps.data[start:stop, :vocab]
+        column = rows.targets[start:stop].clamp(min=0).unsqueeze(1)
+        before = e.gather(1, column)
+        sink.add_scaled(start, stop, p.x(start, stop), e, stats.rows(start, stop), _cut(c, start, stop))
+        e.scatter_(1, column, before)
+    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows) - kept))
+    for start, stop in p.chunks(kept):
+        x, e = p.x(start, stop), buffer[: stop - start]
+        targets, s = rows.targets[start:stop], stats.rows(start, stop)
+        p.backend.dlogits(x, targets, head, s, _cut(c_exact, start, stop), e)
+        sink.add_exact(start, stop, x, e)
+    sink.finish_constant()
+    if accumulator is not dw:
+        dw.copy_(accumulator)
+
+
+def _gradients_by_slab(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> None:
+    """Slabs of classes, each over all chunks of rows: dX accumulates over the slabs, no (V, H) accumulator exists."""
+    rows, vocab, slab = p.rows, p.head.weight.shape[0], p.plan.slab
+    dx_sum = dx
+    if needs.hidden and (dx.dtype != p.acc or rows.index is not None):
+        dx_sum = p.new_accumulator(len(rows), dx.shape[1])
+    exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
+    dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
+    for first in range(0, vocab, slab):
+        last = min(first + slab, vocab)
+        head = p.head.columns(first, last)
+        if p.plan.backend == "triton":
+            head = head._replace(weight=head.weight.to(p.compute_dtype))
+        gemm_weight = p.gemm_weight(head.weight)
+        total = None if not needs.weight else dw[first:last] if dw_slab is None else dw_slab[: last - first]
+        for start, stop in p.chunks():
+            x, e, s = p.x(start, stop), exps[: stop - start, : last - first], stats.rows(start, stop)
+            p.backend.dlogits(x, rows.targets[start:stop] - first, head, s, _cut(c_exact, start, stop), e)
+            if needs.hidden:
+                p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
+            if needs.weight:
+                p.backend.grad_weight(e, x.to(e.dtype), total, accumulate=start > 0)
+            if needs.bias:
+                p.backend.grad_bias(e, torch.ones_like(s.max), db[first:last])
+        if dw_slab is not None:
+            dw[first:last] = total
+    if dx_sum is not dx:
+        rows.put(dx_sum, dx, 0, len(rows))
+
+
+def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:
+    return Coefficients(*(None if v is None else v[start:stop] for v in c))

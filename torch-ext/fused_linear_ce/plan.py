@@ -1,0 +1,236 @@
+"""What a call will run, decided from shapes, dtypes, the gradients asked for and `workspace` alone.
+
+Nothing here reads the device's free memory or looks at values: the same call always runs the same way. Everything
+below this module is told what to do. Units: 1 G = 2 * N * V * H floating-point operations, one GEMM over all tokens.
+
+The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored rows cost nothing in any of them):
+
+    none       1 G      forward only: statistics, nothing of size N x V kept
+    forward    3 G      scalar losses: a chunk's dX and dW are made while its E is at hand; backward scales them
+    backward   3-4 G    per-token losses: E is kept until backward for as many rows as the workspace holds, the other
+                        rows' logits are recomputed there
+    backward, slabs 4 G little workspace: backward goes slab by slab of classes and needs no (V, H) accumulator
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import torch
+
+from . import backends, validation
+from .backends.base import accumulation_dtype
+
+MIB = 1 << 20
+# Bytes of E that live at once when `workspace` is None. On an accelerator large enough that the GEMMs run at full
+# speed and that the fp32 dW accumulator is read and written few times; on a CPU 512 rows of a 32k vocabulary.
+DEFAULT_CHUNK = {"cpu": 64 * MIB}
+DEFAULT_CHUNK_ACCELERATOR = 1024 * MIB
+ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
+MIN_ROWS = 16  # the fewest rows that a chunk is cut to
+SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
+SLAB_MULTIPLE = 256
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision, and what it costs. print() it."""
+
+    n_tokens: int
+    vocab: int
+    hidden_size: int
+    backend: str  # "eager" | "triton"
+    gradients: str  # "none" | "forward" | "backward"
+    chunk_rows: int  # rows whose E (or dlogits) live at once
+    kept_rows: int  # rows whose E lives until backward
+    slab: int  # classes per slab of the recomputing backward; vocab = no slabs
+    copies_weight: bool  # whether a pass holds a whole copy of the weight in the GEMMs' dtype
+    flop_g: float  # forward and backward, in G
+    workspace_bytes: int  # at most, beyond the outputs
+
+    def __str__(self) -> str:
+        how = {
+            "none": f"forward only, {self.chunk_rows} rows at a time",
+            "forward": f"gradients in the forward, {self.chunk_rows} rows at a time; backward only scales them",
+            "backward": f"gradients in the backward, {self.kept_rows} rows from kept exponentials and "
+            f"{self.n_tokens - self.kept_rows} rows recomputed, {self.chunk_rows} rows x {self.slab} classes at a time",
+        }[self.gradients]
+        one = 2e-12 * self.n_tokens * self.vocab * self.hidden_size
+        return (
+            f"{self.n_tokens} tokens x {self.vocab} classes x {self.hidden_size} on the {self.backend} backend: {how}; "
+            f"{self.flop_g:.2f} G of {one:.3f} TFLOP, {self.workspace_bytes / MIB:.0f} MiB beyond the outputs"
+        )
+
+
+class Call:
+    """The sizes of one call, in bytes, from which everything is decided."""
+
+    def __init__(
+        self,
+        vocab: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        device_type: str,
+        needs: Needs,
+        row_scaled: bool,
+        workspace: Optional[int],
+    ):
+        acc = accumulation_dtype(dtype)
+        self.needs, self.row_scaled, self.workspace = needs, row_scaled, workspace
+        self.vocab, self.hidden_size = vocab, hidden_size
+        self.backend = backends.choose(device_type, dtype == torch.float64)
+        self.exp = backends.exps_dtype(self.backend, dtype).itemsize
+        self.x_row = 2 * hidden_size * acc.itemsize  # the chunk's copies of x, one in the accumulation dtype
+        self.row = backends.padded_vocab(self.backend, vocab) * self.exp + self.x_row
+        self.default_chunk = DEFAULT_CHUNK.get(device_type, DEFAULT_CHUNK_ACCELERATOR)
+        self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
+        self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
+        # With outputs in the accumulation dtype the output is its own accumulator.
+        self.acc_weight = self.saved_weight if weight_dtype != acc else 0
+        self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
+        # Copies of the weight: the Triton backend's GEMMs want the dtype of x (and bf16 beside fp16's E); the torch
+        # backend upcasts slab by slab, out of this account's sight but bounded.
+        copies = 0
+        if self.backend == "triton":
+            copies += dtype.itemsize if weight_dtype != dtype else 0
+            copies += self.exp if dtype == torch.float16 and any(needs) else 0
+        self.copy_class = copies * hidden_size
+        self.copy_weight = copies * hidden_size * vocab
+
+    def budget(self) -> int:
+        return self.default_chunk if self.workspace is None else self.workspace
+
+    def gradients_in_forward(self, n_tokens: int) -> bool:
+        """Whether a scalar loss makes its gradients in the forward. Only an explicit workspace makes it depend on N."""
+        if not self.row_scaled or self.workspace is None:
+            return self.row_scaled
+        held = self.saved_weight + n_tokens * self.saved_hidden_row + self.copy_weight
+        return self.workspace - held >= MIN_ROWS * self.row
+
+    def whole_vocabulary(self) -> bool:
+        """Whether a recomputing backward can hold the accumulator of the whole dW."""
+        fixed = self.acc_weight + self.copy_weight
+        return self.workspace is None or self.workspace - fixed >= 2 * MIN_ROWS * self.row
+
+    def kept_rows(self, n_tokens: int) -> int:
+        """Rows whose E is kept for a backward with per-token upstream gradients."""
+        if not self.row_scaled or not any(self.needs) or not self.whole_vocabulary():
+            return 0
+        budget = self.budget() - (0 if self.workspace is None else self.acc_weight + self.copy_weight)
+        if n_tokens * self.row <= budget:
+            return n_tokens
+        return (budget - self.recompute_chunk(budget)) // self.row
+
+    def recompute_chunk(self, budget: int) -> int:
+        """Bytes of the budget set aside for the chunk of rows that are recomputed beside the kept ones."""
+        return max(min(budget // 4, self.default_chunk), MIN_ROWS * self.row)
+
+
+def _whole_tiles(rows: int, n_tokens: int) -> int:
+    """Equal chunks of at most `rows` rows, rounded to whole tiles where there are several."""
+    if rows >= n_tokens or rows < ROW_MULTIPLE:
+        return max(1, min(rows, n_tokens))
+    chunks = -(-n_tokens // (rows // ROW_MULTIPLE * ROW_MULTIPLE))
+    return -(-n_tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
+
+
+def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
+    """The plan of a call. upstream: "scalar" (one upstream gradient for all tokens) or "token" (one for each)."""
+
+    def result(gradients, chunk_rows, kept_rows, slab, copies, flop_g, held) -> Plan:
+        copies = copies and call.copy_weight > 0
+        return Plan(
+            n_tokens, call.vocab, call.hidden_size, call.backend, gradients, chunk_rows, kept_rows, slab, copies,
+            flop_g, held,
+        )  # fmt: skip
+
+    def rows_in(budget: int, tokens: int = n_tokens) -> int:
+        return _whole_tiles(max(budget // call.row, MIN_ROWS), tokens)
+
+    gemms = 1.0 + call.needs.hidden + call.needs.weight
+    if not any(call.needs):
+        copies = call.workspace is None or call.workspace - call.copy_weight >= MIN_ROWS * call.row
+        held = call.copy_weight if copies else 0
+        rows = rows_in(min(call.budget() - (0 if call.workspace is None else held), call.default_chunk))
+        return result("none", rows, 0, call.vocab, copies, 1.0, held + rows * call.row)
+
+    if upstream == "scalar" and call.gradients_in_forward(n_tokens):
+        held = call.saved_weight + n_tokens * call.saved_hidden_row + call.copy_weight
+        rows = rows_in(call.default_chunk if call.workspace is None else call.workspace - held)
+        return result("forward", rows, 0, call.vocab, True, gemms, held + rows * call.row)
+
+    if call.whole_vocabulary():
+        held = call.acc_weight + call.copy_weight
+        budget = call.budget() - (0 if call.workspace is None else held)
+        kept = call.kept_rows(n_tokens)
+        rest = n_tokens - kept
+        rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), max(rest, 1))
+        rows = rows if rest else min(n_tokens, ROW_MULTIPLE * 8)
+        recomputed = rest / n_tokens if n_tokens else 0.0
+        held += kept * call.row + (rows * call.row if rest else 0)
+        return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
+
+    # Slabs of classes: dX accumulates over the slabs, dW of a slab over the chunks of rows.
+    acc_hidden = n_tokens * call.acc_hidden_row
+    class_bytes = call.copy_class + (call.acc_weight // call.vocab)
+    rows = max(1, min(n_tokens, SLAB_ROWS))
+    while True:
+        slab = (call.workspace - acc_hidden - rows * call.x_row) // (class_bytes + rows * call.exp)
+        if slab >= min(call.vocab, SLAB_ROWS) or rows <= MIN_ROWS:
+            break
+        rows = max(rows // 2, MIN_ROWS)
+    slab = min(call.vocab, slab // SLAB_MULTIPLE * SLAB_MULTIPLE if slab > SLAB_MULTIPLE else slab)
+    per_class = class_bytes + rows * call.exp
+    if slab < 1:
+        raise validation.workspace_too_small(call.workspace, acc_hidden + rows * call.x_row + per_class)
+    return result("backward", rows, 0, slab, False, gemms + 1, acc_hidden + rows * call.x_row + slab * per_class)
+
+
+def plan(
+    n_tokens: int,
+    vocab: int,
+    hidden_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    device_type: str = "cuda",
+    hidden_dtype: Optional[torch.dtype] = None,
+    weight_dtype: Optional[torch.dtype] = None,
+    needs: tuple = (True, True, False),
+    upstream: str = "scalar",
+    row_scaled: bool = True,
+    workspace: Optional[int] = None,
+) -> Plan:
+    """What a call of these sizes would run. Only computes; print the result to read it.
+
+    Args:
+        n_tokens, vocab, hidden_size: N, V, H of the call; N counts all tokens (ignored ones then cost nothing).
+        dtype: what the GEMMs compute in: the tensors' dtype, or autocast's under autocast.
+        device_type: "cpu", "cuda" (also for ROCm) or "xpu".
+        hidden_dtype, weight_dtype: dtypes of the tensors themselves; default `dtype`.
+        needs: which gradients of (hidden, weight, bias) are wanted.
+        upstream: "scalar" for reduction "mean" and "sum", "token" for "none" and for log-probabilities.
+        row_scaled: False where the logits' gradient is not E times a factor per row: an entropy gradient, or label
+            smoothing together with a softcap.
+        workspace: bytes that the call may allocate beyond its outputs; None for the default.
+
+    Returns:
+        Plan.
+
+    Raises:
+        ValueError: workspace is smaller than the smallest plan, which the message names.
+    """
+    validation.check_workspace(workspace)
+    call = Call(
+        vocab, hidden_size, dtype, hidden_dtype or dtype, weight_dtype or dtype, device_type, Needs(*needs),
+        row_scaled, workspace,
+    )  # fmt: skip
+    return decide(call, n_tokens, upstream)

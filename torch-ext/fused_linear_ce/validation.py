@@ -1,0 +1,211 @@
+"""Every check of the package and every message it raises; nothing else in the package raises for bad input.
+
+Checks of shapes, dtypes and options cost nothing and run before anything is computed. Checks of *values* (a target
+outside the vocabulary) would cost a synchronisation on an accelerator, so they run only where the data is on the CPU;
+elsewhere such a row becomes NaN (see passes.py).
+"""
+
+import math
+from typing import Optional
+
+import torch
+
+REDUCTIONS = ("mean", "sum", "none")
+OUTPUTS = ("log_probs", "entropy", "lse", "mean_logits", "log_sum_sq_probs", "is_top1")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _dense_tensor(name: str, value) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if type(value).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor: this kernel works on one device's whole tensors. Gather it first with "
+            f"{name}.full_tensor() (its gradient is then sharded and reduced by DTensor's own autograd)"
+        )
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        raise TypeError(f"{name} must be a dense strided tensor, got layout {value.layout}")
+
+
+def _floating(name: str, value) -> None:
+    _dense_tensor(name, value)
+    if value.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {value.dtype}")
+
+
+def _same_device(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:
+    if value.device != hidden.device:
+        raise ValueError(f"{name} is on {value.device} but hidden is on {hidden.device}: move them to one device")
+
+
+def check_tensors(hidden, weight, targets, bias) -> None:
+    """hidden (..., H), weight (V, H), targets (...), bias (V,) or None."""
+    _floating("hidden", hidden)
+    _floating("weight", weight)
+    _dense_tensor("targets", targets)
+    if targets.dtype not in _INTEGERS:
+        raise TypeError(f"targets must hold class indices as integers, got {targets.dtype}")
+    if hidden.dim() == 0:
+        raise ValueError("hidden must have shape (..., hidden_size), got a 0-d tensor")
+    if weight.numel() == 0:
+        partition = getattr(weight, "ds_shape", None)
+        what = f" (a DeepSpeed ZeRO-3 partition of a weight of shape {tuple(partition)})" if partition else ""
+        raise ValueError(
+            f"weight has no elements, shape {tuple(weight.shape)}{what}: gather it first, e.g. inside "
+            "deepspeed.zero.GatheredParameters, in the forward and again in the backward pass"
+        )
+    if weight.dim() != 2:
+        raise ValueError(f"weight must have shape (vocab, hidden_size), got {tuple(weight.shape)}")
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has hidden_size {hidden.shape[-1]} (shape {tuple(hidden.shape)}) but weight has {weight.shape[1]} "
+            f"(shape {tuple(weight.shape)})"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have hidden's leading shape {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}"
+        )
+    _same_device("weight", weight, hidden)
+    _same_device("targets", targets, hidden)
+    if bias is not None:
+        _floating("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+        _same_device("bias", bias, hidden)
+
+
+def check_compute_dtypes(hidden, weight, bias, autocast: bool) -> None:
+    """Without autocast the operands of a linear layer share one dtype, as in torch.nn.functional.linear."""
+    if autocast:
+        return
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype != hidden.dtype:
+            raise TypeError(
+                f"hidden is {hidden.dtype} but {name} is {value.dtype}: cast one of them, or call under torch.autocast"
+            )
+
+
+def check_ignore_index(ignore_index) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__} {ignore_index!r}")
+
+
+def _real(name: str, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return value
+
+
+def check_logit_transform(logit_scale, softcap) -> tuple[float, Optional[float]]:
+    """The two numbers as floats. softcap None means none; 0 would divide by zero and is refused."""
+    logit_scale = _real("logit_scale", logit_scale)
+    if softcap is not None:
+        softcap = _real("softcap", softcap)
+        if softcap <= 0:
+            raise ValueError(f"softcap must be positive (or None for no cap), got {softcap}")
+    return logit_scale, softcap
+
+
+def check_reduction(reduction, num_items, return_metrics) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if not isinstance(return_metrics, bool):
+        raise TypeError(f"return_metrics must be a bool, got {type(return_metrics).__name__}")
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"num_items is the divisor of reduction='mean' and means nothing with {reduction!r}")
+    if isinstance(num_items, torch.Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items must be a number or a one-element tensor, got shape {tuple(num_items.shape)}")
+        if num_items.requires_grad:
+            raise ValueError("num_items requires grad, but the loss is not differentiated with respect to it")
+        if num_items.dtype.is_complex or num_items.dtype == torch.bool:
+            raise TypeError(f"num_items must be an integer or floating-point tensor, got {num_items.dtype}")
+    elif _real("num_items", num_items) < 0:
+        raise ValueError(f"num_items must not be negative, got {num_items}")
+
+
+def check_label_smoothing(label_smoothing) -> float:
+    label_smoothing = _real("label_smoothing", label_smoothing)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    return label_smoothing
+
+
+def check_z_loss(z_loss) -> float:
+    z_loss = _real("z_loss", z_loss)
+    if z_loss < 0:
+        raise ValueError(f"z_loss must not be negative, got {z_loss}")
+    return z_loss
+
+
+def check_weights(hidden, weight, targets, class_weight, token_weight) -> None:
+    """class_weight (V,) and token_weight (targets' shape): constants, never differentiated."""
+    for name, value, shape in (
+        ("class_weight", class_weight, weight.shape[:1]),
+        ("token_weight", token_weight, targets.shape),
+    ):
+        if value is None:
+            continue
+        _floating(name, value)
+        if value.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+        _same_device(name, value, hidden)
+        if value.requires_grad:
+            raise ValueError(
+                f"{name} requires grad, but the loss is not differentiated with respect to it: detach it, "
+                "or multiply the per-token losses of reduction='none' yourself"
+            )
+
+
+def check_outputs(outputs) -> tuple[str, ...]:
+    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    for name in names:
+        if name not in OUTPUTS:
+            raise ValueError(f"outputs may name {OUTPUTS}, got {name!r}")
+    if not names:
+        raise ValueError(f"outputs must name at least one of {OUTPUTS}")
+    return names
+
+
+def check_workspace(workspace) -> None:
+    if workspace is None:
+        return
+    if isinstance(workspace, bool) or not isinstance(workspace, int):
+        raise TypeError(f"workspace must be a number of bytes (int) or None, got {type(workspace).__name__}")
+    if workspace <= 0:
+        raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
+
+
+def workspace_too_small(workspace: int, needed: int) -> ValueError:
+    return ValueError(
+        f"workspace={workspace} bytes is too small for this call: its smallest plan needs {needed} bytes "
+        f"({needed / 2**20:.0f} MiB) beyond the outputs"
+    )
+
+
+def check_target_values(targets: torch.Tensor, ignore_index: int, vocab: int) -> None:
+    """Only for targets whose values can be read without synchronising with an accelerator."""
+    bad = ((targets < 0) | (targets >= vocab)) & (targets != ignore_index)
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        raise IndexError(
+            f"targets holds {int(targets[position])} at flat position {position}: a class index must be in "
+            f"[0, {vocab}) or equal ignore_index={ignore_index}"
+        )
+
+
+def check_grads(grads, outputs: tuple[str, ...]) -> None:
+    """Upstream gradients of the log-probabilities' backward: only of differentiable outputs that were asked for."""
+    for name, value in grads._asdict().items():
+        if value is None:
+            continue
+        if name not in ("log_probs", "entropy", "lse"):
+            raise ValueError(f"grads.{name}: {name} has no gradient")
+        if name == "entropy" and name not in outputs:
+            raise ValueError(f"grads.entropy is given but outputs={outputs} does not name 'entropy'")
