@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import passes
+from . import backends, passes
 from ._ops import add_op_namespace_prefix
 from .backends.base import Wants, accumulation_dtype
 from .loss import LossOptions, Upstream
@@ -114,9 +114,12 @@ def loss_backward(
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place, rounded once."""
+    backend = backends.load(backends.choose(grad.device.type, grad.dtype == torch.float64))
 
     def scaled(saved: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
+        out = torch.empty_like(saved, dtype=dtype)
+        backend.scale(saved, grad, out)
+        return out
 
     return (
         scaled(grad_hidden, hidden_dtype),
@@ -214,7 +217,7 @@ def _(
     return (
         new(), new(entropy), new(), new(sum_logits), new(log_sum_sq), new(is_top1, torch.bool), new(), new(), new(),
         hidden.new_empty(
-            passes.kept_exps_shape(call, n_tokens), dtype=passes.backends.exps_dtype(call.backend, compute_dtype)
+            passes.kept_exps_shape(call, n_tokens), dtype=backends.exps_dtype(call.backend, compute_dtype)
         ),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a backend is: five functions on one chunk of tokens. The loop around them is passes.py.
+"""What a backend is: six functions on one chunk of tokens. The loop around them is passes.py.
 
 Notation, for one token: x its hidden state, z = transform(x W^T + bias) its logits, y its target, m = max z,
 log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernels chi_j = 1 - (z_j / softcap)^2
@@ -11,6 +11,7 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
     grad_hidden(e, weight, compute_dtype, out, accumulate)    out (R, H) (+)= e @ weight
     grad_weight(e, x, out, accumulate)     out (V, H) (+)= e^T @ x
     grad_bias(e, scale, out)               out (V,) += e^T @ scale
+    scale(source, factor, out)             out = source * factor, a 0-d tensor; contiguous, rounded to out's dtype
 
 A target of -1 marks a row without a class: its statistics are NaN.
 """

@@ -157,3 +157,7 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
 
 def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     out.addmv_(e.t(), scale)
+
+
+def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(source, factor, out=out)

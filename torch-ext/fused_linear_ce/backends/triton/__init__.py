@@ -12,8 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...loss import Coefficients
 from ..base import Head, Stats, Wants
-from . import forward as fwd
-from . import gradients as bwd
+from . import forward_kernels as fwd
+from . import gradient_kernels as bwd
 from . import tuning
 
 _REFERENCE_COLUMNS = 128  # classes that the reference is the maximum of, beside the target
@@ -88,6 +88,7 @@ class _Launch:
             "FLATTEN": t.flatten,
             "DESCRIPTORS": t.descriptors,
             "PRECISION": _precision(x.device, x.dtype),
+            "SCALED": head.logit_scale != 1.0,
             "HAS_BIAS": head.bias is not None,
             "HAS_SOFTCAP": head.softcap is not None,
             "HAS_CLASS_WEIGHT": head.class_weight is not None,
@@ -98,7 +99,7 @@ class _Launch:
 
 
 def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
-    """c_i of forward.py, (R,)."""
+    """c_i of forward_kernels.py, (R,)."""
     reference = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     rows = 16 if x.device.type == "cpu" else 64
     weight = head.weight
@@ -108,7 +109,7 @@ def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tens
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
         ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=32,
-        HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
+        SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
         PRECISION=_precision(x.device, x.dtype), num_warps=4,
     )  # fmt: skip
     return reference
@@ -223,3 +224,10 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         bwd.column_sum_kernel[(triton.cdiv(e.shape[1], block),)](
             e, scale, out, e.shape[0], e.shape[1], e.stride(0), ROWS=32, COLUMNS=block, num_warps=4
         )
+
+
+def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    block = 1024
+    if source.numel():
+        with _guard(source):
+            bwd.scale_kernel[(triton.cdiv(source.numel(), block),)](source, factor, out, source.numel(), BLOCK=block)

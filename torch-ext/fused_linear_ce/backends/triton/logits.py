@@ -61,7 +61,7 @@ def tanh(x, SERIES: tl.constexpr):
 @triton.jit
 def transform(
     product, bias, column, V, logit_scale, softcap, compute_type: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    COLUMNS: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """z = softcap * tanh(logit_scale * (product + bias) / softcap)."""
     z = product
@@ -69,7 +69,8 @@ def transform(
         columns = column + tl.arange(0, COLUMNS)
         b = tl.load(bias + columns, mask=columns < V, other=0.0)
         z += b.to(compute_type).to(tl.float32)[None, :]
-    z = z * logit_scale
+    if SCALED:
+        z = z * logit_scale
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap, compute_type == tl.float32)
     return z

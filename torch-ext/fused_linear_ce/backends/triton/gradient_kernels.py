@@ -14,7 +14,7 @@ def dlogits_kernel(
     stride_xr, stride_wv, stride_wh, stride_or, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """out = chi * (p (a + b (log p + entropy)) + t [j = y] + d w_j), the gradient family of loss.py, with the logits
@@ -30,7 +30,9 @@ def dlogits_kernel(
         product = tile_product(
             x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS, PRECISION
         )
-        z = transform(product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, HAS_BIAS, HAS_SOFTCAP)
+        z = transform(
+            product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP
+        )
         m = tl.load(row_max + rows, mask=live, other=0.0)
         log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
         a = tl.load(row_a + rows, mask=live, other=0.0)
@@ -43,8 +45,8 @@ def dlogits_kernel(
             value = p * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
         else:
             value = p * a[:, None]
-        y = tl.load(targets + rows, mask=live, other=-1)
-        here = (y >= column) & (y < column + COLUMNS)
+        y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
+        here = (y >= 0) & (y < COLUMNS)
         if tl.max(here.to(tl.int32), 0) > 0:
             t = tl.load(row_t + rows, mask=live, other=0.0)
             log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
@@ -53,7 +55,7 @@ def dlogits_kernel(
             small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
             minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
             shift = a * minus_one + (a + t) - a * p_y
-            value = tl.where(columns[None, :] == y[:, None], value + shift[:, None], value)
+            value = tl.where(tl.arange(0, COLUMNS)[None, :] == y[:, None], value + shift[:, None], value)
         if HAS_D:
             d = tl.load(row_d + rows, mask=live, other=0.0)[:, None]
             if HAS_CLASS_WEIGHT:
@@ -112,3 +114,11 @@ def column_sum_kernel(e, scale, out, R, V, stride_er, ROWS: tl.constexpr, COLUMN
         factor = tl.load(scale + rows, mask=rows < R, other=0.0)
         total += tl.sum(value.to(tl.float32) * factor[:, None], 0)
     tl.store(out + columns, tl.load(out + columns, mask=columns < V, other=0.0) + total, mask=columns < V)
+
+
+@triton.jit
+def scale_kernel(source, factor, out, size, BLOCK: tl.constexpr):
+    """out = factor * source with a device scalar, rounded once to out's dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + at, mask=at < size) * tl.load(factor).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)

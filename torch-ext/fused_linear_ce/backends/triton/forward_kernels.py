@@ -27,7 +27,7 @@ def reference_kernel(
     x, w, bias, targets, reference, R, V, H,
     stride_xr, stride_wv, stride_wh, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """reference = max(z over the first COLUMNS classes, z of the target); 0 where that is not finite.
 
@@ -38,7 +38,7 @@ def reference_kernel(
     product = tile_product(
         x, w, row, 0, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, False, PRECISION
     )
-    z = transform(product, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, HAS_BIAS, HAS_SOFTCAP)
+    z = transform(product, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP)
     z = tl.where((tl.arange(0, COLUMNS) < V)[None, :], z, float("-inf"))
     y = tl.load(targets + rows, mask=rows < R, other=-1)
     known = y >= 0
@@ -53,7 +53,7 @@ def reference_kernel(
         dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
     if HAS_BIAS:
         dot += tl.load(bias + y).to(tl.float32)
-    z_y = transform(dot, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, False, HAS_SOFTCAP)
+    z_y = transform(dot, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, SCALED, False, HAS_SOFTCAP)
     c = tl.maximum(tl.max(z, 1), tl.where(known, z_y, float("-inf")))
     c = tl.where((c > float("-inf")) & (c < float("inf")), c, 0.0)
     tl.store(reference + rows, c, mask=rows < R)
@@ -69,7 +69,7 @@ def forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program walks over tiles of ROWS x COLUMNS logits. Per tile and row it leaves behind, at
@@ -96,7 +96,7 @@ def forward_kernel(
                 PRECISION,
             )  # fmt: skip
             z = transform(
-                product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, HAS_BIAS, HAS_SOFTCAP
+                product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP
             )
             if column + COLUMNS > V:
                 z = tl.where((columns < V)[None, :], z, float("-inf"))
@@ -105,6 +105,14 @@ def forward_kernel(
                 c = tl.load(reference + rows, mask=live, other=0.0)
             else:
                 c = tl.where(m == float("-inf"), 0.0, m)
+            y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
+            here = (y >= 0) & (y < COLUMNS)
+            if tl.max(here.to(tl.int32), 0) > 0:
+                at = tl.arange(0, COLUMNS)[None, :] == y[:, None]
+                z_y = tl.sum(tl.where(at, z, 0.0), 1)
+                before = tl.max(tl.where(tl.arange(0, COLUMNS)[None, :] < y[:, None], z, float("-inf")), 1)
+                tl.store(target_z + rows, z_y, mask=here)
+                tl.store(target_beaten + rows, (before >= z_y).to(tl.int8), mask=here)
             d = z - c[:, None]
             e = tl.exp(d)
             partial = column_tile.to(tl.int64) * R + rows
@@ -121,14 +129,6 @@ def forward_kernel(
                     weighted = tl.where((class_w == 0.0)[None, :], 0.0, z * class_w[None, :])
                 weighted = tl.where((columns < V)[None, :], weighted, 0.0)
                 tl.store(tile_logits + partial, tl.sum(weighted, 1), mask=live)
-            y = tl.load(targets + rows, mask=live, other=-1)
-            here = (y >= column) & (y < column + COLUMNS)
-            if tl.max(here.to(tl.int32), 0) > 0:
-                at = columns[None, :] == y[:, None]
-                z_y = tl.sum(tl.where(at, z, 0.0), 1)
-                before = tl.max(tl.where(columns[None, :] < y[:, None], z, float("-inf")), 1)
-                tl.store(target_z + rows, z_y, mask=here)
-                tl.store(target_beaten + rows, (before >= z_y).to(tl.int8), mask=here)
             if STORE:
                 value = chain(e, z, softcap, HAS_SOFTCAP)
                 if DESCRIPTORS:

@@ -1,0 +1,412 @@
+"""Tables and plots from benchmarks/results/*.json.
+
+    python -m benchmarks.report                  # writes RESULTS.md, the plots, and the block in README.md
+    python -m benchmarks.report --check          # exits 1 when one of the texts is stale
+
+The README's block lies between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. A column of a table is one
+run's: all contenders of a shape and their floor were timed together; of several runs the newest is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "benchmarks"
+
+from .workloads import SCENARIOS, SHAPES
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+MAIN = ("fwd_bwd", "random")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What one table shows: cases of one device, dtype, scenario and input set, one for every shape."""
+
+    device: dict
+    scenario: str
+    title: str
+    inputs: str
+    dtype: str
+    cases: dict[str, dict] = field(default_factory=dict)  # shape -> case, with its run under "run"
+
+    @property
+    def contenders(self) -> list[str]:
+        names: list[str] = []
+        for case in self.cases.values():
+            names += [n for n in case["results"] if n not in names and n not in ("floor", "logits-gemm")]
+        # workspaces of this kernel stay together
+        return sorted(names, key=lambda n: (not n.startswith("ours"), names.index(n)))
+
+    def result(self, shape: str, contender: str) -> dict | None:
+        return self.cases[shape]["results"].get(contender)
+
+    def label(self, contender: str) -> str:
+        return next(r["title"] for s in self.cases if (r := self.result(s, contender)))
+
+
+def read(results: Path) -> list[Group]:
+    groups: dict[tuple, Group] = {}
+    runs = [json.loads(p.read_text()) for p in sorted(results.glob("*.json"))]
+    runs = [r for r in runs if isinstance(r, dict) and r.get("schema") == SCHEMA]
+    for run in sorted(runs, key=lambda r: r["date"]):
+        for case in run["cases"]:
+            key = (run["device"]["name"], case["dtype"], case["scenario"], case["inputs"])
+            if key not in groups:
+                groups[key] = Group(
+                    run["device"], case["scenario"], case["scenario_title"], case["inputs"], case["dtype"]
+                )
+            groups[key].cases[case["shape"]] = {**case, "run": run}
+    for g in groups.values():
+        g.cases = dict(sorted(g.cases.items(), key=lambda kv: _shape_order(kv[0])))
+    # GPUs first, then in the order of the scenarios
+    return sorted(groups.values(), key=lambda g: (g.device["type"] == "cpu", g.device["name"], _scenario_order(g)))
+
+
+def _shape_order(name: str) -> tuple:
+    return (list(SHAPES).index(name),) if name in SHAPES else (len(SHAPES), name)
+
+
+def _scenario_order(g: Group) -> tuple:
+    names = list(SCENARIOS)
+    return (names.index(g.scenario) if g.scenario in names else len(names), g.inputs, g.dtype)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _row(cells) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _mib(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:,.0f}"
+
+
+def _shape_head(case: dict) -> str:
+    name = f"{case['shape']}: " if case["shape"] in SHAPES else ""
+    model = f" ({case['model']})" if case["model"] else ""
+    return f"{name}{case['tokens']} x {case['vocab']} x {case['hidden']}{model}"
+
+
+def ratio_table(group: Group) -> list[str]:
+    cases = list(group.cases.values())
+    shortest = next(iter(cases))["floor_gemms"]
+    lines = [_row(["x floor (extra MiB)", *map(_shape_head, cases)]), _row(["---"] * (len(cases) + 1))]
+    floors = [
+        f"{c['results']['floor']['median_ms']:.1f} ms" if "median_ms" in c["results"]["floor"] else "-" for c in cases
+    ]
+    lines.append(_row([f"floor: {' + '.join(shortest)}", *floors]))
+    for name in group.contenders:
+        cells = []
+        for shape in group.cases:
+            r = group.result(shape, name)
+            if r is None:
+                cells.append("not run")
+            elif r["status"] != "ok":
+                cells.append(r["status"])
+            elif "ratio_to_floor" not in r:
+                cells.append(f"{r['median_ms']:.1f} ms")
+            else:
+                cells.append(f"{r['ratio_to_floor']:.2f} ({_mib(r['peak_extra_bytes'])})")
+        label = group.label(name)
+        if name == "ours":
+            label, cells = f"**{label}**", [f"**{c}**" for c in cells]
+        lines.append(_row([label, *cells]))
+    return lines
+
+
+def error_table(group: Group) -> list[str]:
+    """The largest relative error of each contender over the shapes."""
+    keys = [k for k in ("loss", "entropy", "dX", "dW", "db") if any(k in e for e in _all_errors(group))]
+    if not keys:
+        return []
+    lines = [_row(["largest error against float64", *keys]), _row(["---"] * (len(keys) + 1))]
+    for name in group.contenders:
+        errors = [r["errors"] for s in group.cases if (r := group.result(s, name)) and r.get("errors")]
+        if errors:
+            worst = [max((e[k] for e in errors if k in e), default=None) for k in keys]
+            lines.append(_row([group.label(name), *("-" if w is None else f"{w:.1e}" for w in worst)]))
+    return lines
+
+
+def _all_errors(group: Group) -> list[dict]:
+    return [r.get("errors", {}) for c in group.cases.values() for r in c["results"].values()]
+
+
+def reasons(group: Group) -> list[str]:
+    """Why a contender has no figure, once for every reason."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for shape, case in group.cases.items():
+        for r in case["results"].values():
+            if r["status"] != "ok":
+                found.setdefault((r["title"], r["status"], r["reason"]), []).append(shape)
+    lines = []
+    for (title, status, reason), shapes in found.items():
+        where = "" if len(shapes) == len(group.cases) else f" at {', '.join(shapes)}"
+        lines.append(f"- {title}: {status}{where}" + ("" if status == "oom" else f" ({reason})"))
+    return lines
+
+
+def provenance(group: Group) -> str:
+    runs = {c["run"]["date"]: c["run"] for c in group.cases.values()}
+    parts = []
+    for run in runs.values():
+        v = run["versions"]
+        triton = f", Triton {v['triton']}" if v.get("triton") else ""
+        commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
+        parts.append(f"{run['date'][:10]}, commit {commit}, torch {v['torch']}{triton}")
+    return f"{group.device['name']}, {group.dtype}; " + "; ".join(dict.fromkeys(parts)) + "."
+
+
+def _short_device(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
+
+
+def plot_name(group: Group) -> str:
+    return f"{_short_device(group.device['name'])}-{group.scenario}-{group.inputs}.png"
+
+
+def summary_table(groups: list[Group]) -> list[str]:
+    """The other scenarios of a device in one table: this kernel, and the fastest peer beside it."""
+    shapes = sorted({s for g in groups for s in g.cases}, key=_shape_order)
+    lines = [_row(["x floor, ours (fastest peer)", *shapes]), _row(["---"] * (len(shapes) + 1))]
+    for g in groups:
+        cells = []
+        for shape in shapes:
+            if shape not in g.cases:
+                cells.append("-")
+                continue
+            ok = {n: r for n in g.contenders if (r := g.result(shape, n)) and "ratio_to_floor" in r}
+            others = [n for n in ok if not n.startswith("ours")]
+            best = min(others, key=lambda n: ok[n]["ratio_to_floor"], default=None)
+            mine = (
+                f"**{ok['ours']['ratio_to_floor']:.2f}**"
+                if "ours" in ok
+                else g.cases[shape]["results"].get("ours", {}).get("status", "not run")
+            )
+            cells.append(mine + (f" ({ok[best]['ratio_to_floor']:.2f} {ok[best]['title']})" if best else ""))
+        floor = " + ".join(next(iter(g.cases.values()))["floor_gemms"])
+        lines.append(_row([f"{g.title}, {g.inputs} inputs; floor: {floor}", *cells]))
+    return lines
+
+
+LEGEND = (
+    "Ratios are medians over the floor, the time of the GEMMs that the scenario cannot do without as plain matrix "
+    "products on the same inputs in the same run; in brackets the peak memory in MiB beyond the inputs and the "
+    "returned gradients. Contenders that offer accuracy and entropy (this kernel, TRL) compute them; the others only "
+    "the loss."
+)
+
+
+def readme_block(groups: list[Group]) -> str:
+    lines: list[str] = []
+    by_device: dict[tuple, list[Group]] = {}
+    for g in groups:
+        by_device.setdefault((g.device["name"],), []).append(g)
+    for mine in by_device.values():
+        main = [g for g in mine if (g.scenario, g.inputs) == MAIN]
+        for g in main:
+            lines += [f"### {g.title}, {g.device['name']}, {g.dtype}", "", *ratio_table(g), ""]
+            lines += [f"![time and memory](benchmarks/results/{plot_name(g)})", "", provenance(g), ""]
+            if why := reasons(g):
+                lines += ["Without a figure:", "", *why, ""]
+        if others := [g for g in mine if g not in main]:
+            lines += [f"The other scenarios, {mine[0].device['name']}:", "", *summary_table(others), ""]
+    if not lines:
+        return "No results yet."
+    return "\n".join(
+        [LEGEND, "", *lines, "All tables, with the errors: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."]
+    )
+
+
+def results_page(groups: list[Group]) -> str:
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m benchmarks.report` from `results/*.json`; NOTES.md has the method.",
+        "",
+    ]
+    lines += [LEGEND, ""]
+    for g in groups:
+        lines += [f"## {g.title}; {g.inputs} inputs, {g.device['name']}, {g.dtype}", "", *ratio_table(g), ""]
+        if errors := error_table(g):
+            lines += [*errors, ""]
+        lines += [provenance(g), ""]
+        if why := reasons(g):
+            lines += ["Without a figure:", "", *why, ""]
+    if not groups:
+        lines += ["No results yet.", ""]
+    return "\n".join(lines)
+
+
+def rewritten(readme: str, block: str) -> str:
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"the README needs one {BEGIN} and one {END} after it")
+    head, tail = readme.split(BEGIN)[0], readme.split(END)[1]
+    return f"{head}{BEGIN}\n{block.strip()}\n{END}{tail}"
+
+
+# --- the plot --------------------------------------------------------------------------------------------------------
+
+INK, MUTED, GRID, BAND = "#1f2328", "#6e7781", "#e6e8eb", "#eef4ff"
+COLOURS = ("#1f6feb", "#d1480c", "#1a7f37", "#8250df", "#bf8700", "#0e8a8a", "#cf222e", "#57606a")
+MARKERS = "osD^vPXh"
+
+
+def _legend(case: dict) -> str:
+    size = f"{case['tokens']} x {case['vocab']} x {case['hidden']}"
+    return f"{case['shape']}, {case['model']}\n{size}" if case["model"] else size
+
+
+def plot(group: Group, path: Path) -> None:
+    """A row for each contender and a mark for each shape: time over the floor on the left, memory on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def value(shape: str, name: str, key: str) -> float | None:
+        r = group.result(shape, name)
+        return None if not r or r["status"] != "ok" else r.get(key)
+
+    def typical(name: str) -> float:
+        ratios = [v for s in group.cases if (v := value(s, name, "ratio_to_floor"))]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+    names = [n for n in group.contenders if any(value(s, n, "ratio_to_floor") for s in group.cases)]
+    names.sort(key=typical)
+    if not names:
+        return
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK})
+    fig, (left, right) = plt.subplots(
+        1, 2, sharey=True, figsize=(10, 1.8 + 0.42 * len(names)), width_ratios=(3, 2), layout="constrained"
+    )
+    shapes = list(group.cases)
+    offsets = [0.0] if len(shapes) == 1 else [0.34 * (2 * i / (len(shapes) - 1) - 1) for i in range(len(shapes))]
+    for axis, key, scale in ((left, "ratio_to_floor", 1.0), (right, "peak_extra_bytes", 2**20)):
+        for row, name in enumerate(names):
+            if name.startswith("ours"):
+                axis.axhspan(row - 0.5, row + 0.5, color=BAND, zorder=0, lw=0)
+            for i, shape in enumerate(shapes):
+                v = value(shape, name, key)
+                if v is None:
+                    continue
+                v = max(v / scale, 1.0) if key == "peak_extra_bytes" else v
+                axis.plot(
+                    v,
+                    row + offsets[i],
+                    MARKERS[i % len(MARKERS)],
+                    color=COLOURS[i % len(COLOURS)],
+                    ms=5.5,
+                    mew=0,
+                    zorder=3,
+                )
+            axis.axhline(row + 0.5, color=GRID, lw=0.8, zorder=1)
+        axis.set_xscale("log")
+        axis.tick_params(length=0, colors=MUTED)
+        axis.grid(axis="x", color=GRID, lw=0.8, zorder=0)
+        for side in axis.spines.values():
+            side.set_visible(False)
+    left.axvline(1.0, color=INK, lw=1.2, zorder=2)
+    left.set_yticks(range(len(names)), [group.label(n) for n in names], color=INK)
+    for tick, name in zip(left.get_yticklabels(), names):
+        tick.set_fontweight("bold" if name.startswith("ours") else "normal")
+    left.set_ylim(len(names) - 0.5, -0.5)
+
+    largest = max(v for n in names for s in shapes if (v := value(s, n, "ratio_to_floor")))
+    smallest = min(v for n in names for s in shapes if (v := value(s, n, "ratio_to_floor")))
+    ticks = [
+        t
+        for t in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+        if smallest * 0.85 < t < largest * 1.2
+    ]
+    left.set_xlim(min(0.9, smallest * 0.9), max(1.6, largest * 1.12))
+    left.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    left.minorticks_off()
+    memory = [v / 2**20 for n in names for s in shapes if (v := value(s, n, "peak_extra_bytes")) is not None]
+    right.set_xscale("log", base=2)
+    if memory:
+        low, high = max(1.0, min(memory)) * 0.7, max(1.0, *memory) * 1.4
+        powers = [4**k for k in range(12) if low < 4**k < high] or [2**k for k in range(24) if low < 2**k < high]
+        right.set_xlim(low, high)
+        right.set_xticks(powers, [f"{t // 1024} GiB" if t >= 1024 else f"{t} MiB" for t in powers])
+    right.minorticks_off()
+    for row, name in enumerate(names):
+        for i, shape in enumerate(shapes):
+            r = group.result(shape, name)
+            if r and r["status"] != "ok":
+                at = {"xy": (0.995, row + offsets[i]), "xycoords": ("axes fraction", "data")}
+                left.annotate(f"{shape}: {r['status']}", **at, ha="right", va="center", fontsize=7, color=MUTED)
+    left.set_title("time, as a multiple of the bare GEMMs (left is better)", loc="left", fontsize=9, color=MUTED)
+    right.set_title("peak memory beyond inputs and gradients", loc="left", fontsize=9, color=MUTED)
+
+    handles = [
+        plt.Line2D(
+            [],
+            [],
+            ls="",
+            marker=MARKERS[i % len(MARKERS)],
+            color=COLOURS[i % len(COLOURS)],
+            ms=5.5,
+            mew=0,
+            label=_legend(c),
+        )
+        for i, c in enumerate(group.cases.values())
+    ]
+    fig.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)), frameon=False, fontsize=8)
+    fig.suptitle(
+        f"{group.title}, {group.inputs} inputs, {group.device['name']}, {group.dtype}",
+        x=0.008, ha="left", fontsize=11, fontweight="bold",
+    )  # fmt: skip
+    fig.savefig(path, dpi=160, facecolor="white", metadata={"Software": None})
+    plt.close(fig)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    p.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    p.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    p.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
+    p.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is stale")
+    args = p.parse_args(argv)
+
+    groups = read(args.results)
+    readme = args.readme.read_text()
+    try:
+        texts = {args.readme: rewritten(readme, readme_block(groups)), args.page: results_page(groups)}
+    except ValueError as error:
+        print(f"{args.readme.name}: {error}", file=sys.stderr)
+        return 2
+    plots = {args.results / plot_name(g): g for g in groups if (g.scenario, g.inputs) == MAIN}
+    if args.check:
+        stale = [p.name for p, text in texts.items() if not p.exists() or p.read_text() != text]
+        stale += [p.name for p in plots if not p.exists()]
+        if stale:
+            print(f"stale: {', '.join(stale)}: run python -m benchmarks.report", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in texts.items():
+        path.write_text(text)
+    for path, group in plots.items():
+        plot(group, path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

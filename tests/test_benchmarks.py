@@ -1,0 +1,283 @@
+"""The harness under benchmarks/, run for real on tiny CPU shapes: what it writes, what it says of peers that fail."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import loss, peers, report, runner, timing, workloads
+from benchmarks.reference import Reference
+
+FAST = ["--rounds", "2", "--budget", "0.001", "--min-iterations", "2", "--device", "cpu"]
+RESULT_KEYS = {
+    "title",
+    "metrics",
+    "status",
+    "first_call_s",
+    "peak_bytes",
+    "gradient_bytes",
+    "peak_extra_bytes",
+    "peak_source",
+    "median_ms",
+    "min_ms",
+    "spread",
+    "drift",
+    "host_ms",
+    "iterations",
+    "ratio_to_floor",
+    "ratio_to_logits_gemm",
+}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("benchmarks") / "build"
+    subprocess.run([sys.executable, "-m", "tools.build", "--out", str(out)], cwd=ROOT, check=True, capture_output=True)
+    return out
+
+
+def run(path: Path, *argv: str) -> dict:
+    assert loss.main([*FAST, "--json", str(path), *argv]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(build, tmp_path_factory) -> Path:
+    """One run of the harness, with a peer that is not there."""
+    path = tmp_path_factory.mktemp("results") / "run.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "liger_kernel", None)
+        run(
+            path,
+            "--shapes",
+            "48x96x16,40x80x16",
+            "--contenders",
+            "ours,ours@8MiB,logits,torch,liger",
+            "--build",
+            str(build),
+        )
+    return path
+
+
+def test_the_run_has_the_keys_that_the_report_and_readers_need(measured):
+    data = json.loads(measured.read_text())
+    assert set(data) == {"schema", "date", "commit", "device", "versions", "settings", "peers", "skipped", "cases"}
+    assert data["versions"]["torch"] == torch.__version__
+    assert [(c["shape"], c["scenario"], c["inputs"]) for c in data["cases"]] == [
+        ("48x96x16", "fwd_bwd", "random"),
+        ("40x80x16", "fwd_bwd", "random"),
+    ]
+    for case in data["cases"]:
+        assert list(case["results"]) == ["floor", "logits-gemm", "ours", "ours@8MiB", "logits", "torch", "liger"]
+        assert case["floor_gemms"] == ["logits", "dX", "dW"]
+        for name in ("floor", "logits-gemm", "ours", "ours@8MiB", "logits"):
+            result = case["results"][name]
+            assert set(result) - {"errors"} == RESULT_KEYS, name
+            assert result["status"] == "ok" and result["iterations"] >= 2 and result["median_ms"] > 0
+        assert case["results"]["floor"]["ratio_to_floor"] == 1.0
+        ours = case["results"]["ours"]["errors"]
+        assert ours.keys() == {"loss", "entropy", "num_correct_difference", "dX", "dW"}
+        assert ours["num_correct_difference"] == 0
+        assert max(ours[k] for k in ("loss", "entropy", "dX", "dW")) < 1e-5
+        assert case["results"]["ours"]["gradient_bytes"] == 4 * case["hidden"] * (case["tokens"] + case["vocab"])
+
+
+def test_no_path_of_the_machine_is_written(measured, build):
+    text = measured.read_text()
+    assert str(ROOT) not in text and str(build) not in text and str(Path.home()) + "/" not in text
+
+
+def test_an_absent_peer_is_named_absent_with_the_reason(measured):
+    data = json.loads(measured.read_text())
+    assert data["peers"]["liger"]["status"] == "absent"
+    for case in data["cases"]:
+        result = case["results"]["liger"]
+        assert result["status"] == "absent" and "liger_kernel" in result["reason"]
+        assert "median_ms" not in result
+
+
+@pytest.mark.skipif(hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this torch has it")
+def test_torch_without_linear_cross_entropy_is_absent(measured):
+    assert "2.13" in json.loads(measured.read_text())["peers"]["torch"]["reason"]
+
+
+@pytest.mark.parametrize("scenario", workloads.SCENARIOS)
+def test_every_scenario_runs_and_its_errors_are_small(scenario, build, tmp_path):
+    data = run(
+        tmp_path / "run.json", "--shapes", "40x80x16", "--scenarios", scenario,
+        "--contenders", "ours,logits", "--build", str(build),
+    )  # fmt: skip
+    s = workloads.SCENARIOS[scenario]
+    for name in ("ours", "logits"):
+        result = data["cases"][0]["results"][name]
+        assert result["status"] == "ok", result
+        errors = {k: v for k, v in result["errors"].items() if k != "num_correct_difference"}
+        assert ("dX" in errors, "dW" in errors, "db" in errors) == (s.hidden_grad, s.weight_grad, s.bias)
+        assert max(errors.values()) < (1e-2 if s.autocast else 1e-5), (name, errors)
+
+
+def test_the_reference_finds_a_wrong_gradient_and_a_missing_one():
+    case = workloads.make_case(workloads.parse_shape("40x80x16"), workloads.SCENARIOS["fwd_bwd"])
+    reference = Reference(case)
+    value, _ = runner.make_step(case, peers.contender("logits"))()
+    assert reference.errors(case, value, None)["dW"] < 1e-5
+    case.weight.grad *= 1.01
+    assert reference.errors(case, value, None)["dW"] == pytest.approx(0.01, rel=1e-3)
+    case.hidden.grad = None
+    with pytest.raises(RuntimeError, match="dX was not computed"):
+        reference.errors(case, value, None)
+
+
+class Broken(peers.Contender):
+    title = "broken"
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+
+    def build(self, case):
+        def step():
+            raise self.error
+
+        return step
+
+
+def test_a_contender_that_fails_does_not_stop_the_others():
+    case = workloads.make_case(workloads.parse_shape("40x80x16"), workloads.SCENARIOS["softcap_bias"])
+    contenders = [
+        Broken("oom", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")),
+        Broken("bug", ValueError("bad file /opt/some/where/thing.py")),
+        Broken("cannot", peers.Unsupported("no such option")),
+        peers.contender("cce"),
+        peers.contender("logits"),
+    ]
+    results = runner.run_case(case, contenders, runner.Settings(rounds=1, budget_s=0.001, min_iterations=1))["results"]
+    assert {n: r["status"] for n, r in results.items()} == {
+        "floor": "ok",
+        "logits-gemm": "ok",
+        "oom": "oom",
+        "bug": "error",
+        "cannot": "unsupported",
+        "cce": "unsupported",
+        "logits": "ok",
+    }
+    assert results["bug"]["reason"] == "ValueError: bad file thing.py"
+
+
+def test_the_floor_runs_what_the_scenario_needs_on_the_valid_rows():
+    assert workloads.SCENARIOS["fwd"].gemms == ("logits",)
+    assert workloads.SCENARIOS["frozen_head"].gemms == ("logits", "dX")
+    assert workloads.SCENARIOS["frozen_hidden"].gemms == ("logits", "dW")
+    case = workloads.make_case(workloads.parse_shape("40x80x16"), workloads.SCENARIOS["valid30"])
+    assert case.valid_rows == int((case.targets != workloads.IGNORE_INDEX).sum()) == 12
+
+
+def test_unknown_names_are_refused():
+    for argv in (["--shapes", "Z"], ["--contenders", "ours,nobody"], ["--scenarios", "nothing"], ["--inputs", "none"]):
+        with pytest.raises(SystemExit):
+            loss.parse_args(argv)
+    assert loss.parse_args(["--with", "quack"]).contenders[-1] == "quack"
+    assert "quack" not in loss.parse_args([]).contenders
+    assert peers.contender("ours@256MiB").workspace == 256 * 2**20
+
+
+def test_the_order_rotates_and_the_number_of_calls_follows_the_budget():
+    names = list("abcdef")
+    orders = [timing.rotation(names, r, 5) for r in range(5)]
+    assert all(sorted(o) == names for o in orders)
+    assert len({o[0] for o in orders}) == len({o[-1] for o in orders}) == 5
+    assert timing.repeats(10.0, rounds=5, budget_s=1.0, min_iterations=5) == 20
+    assert timing.repeats(5000.0, rounds=5, budget_s=1.0, min_iterations=5) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
+def test_peak_memory_sees_a_temporary():
+    peak, how = timing.peak_memory(lambda: torch.ones(64 << 20, dtype=torch.uint8), lambda: None, torch.device("cpu"))
+    assert how == "peak resident set"
+    assert 60 << 20 < peak < 80 << 20
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readme(tmp_path) -> Path:
+    path = tmp_path / "README.md"
+    path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n")
+    return path
+
+
+def arguments(measured, readme) -> list[str]:
+    page = readme.with_name("RESULTS.md")
+    return ["--results", str(measured.parent), "--readme", str(readme), "--page", str(page)]
+
+
+def test_the_report_writes_table_and_plot_and_knows_when_it_is_stale(measured, readme):
+    argv = arguments(measured, readme)
+    assert report.main([*argv, "--check"]) == 1
+    assert report.main(argv) == 0
+    assert report.main([*argv, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n") and text.endswith("\n\nThe end.\n") and "old" not in text
+    assert "| **fused-linear-ce** |" in text and "| floor: logits + dX + dW |" in text
+    assert "Liger: absent" in text
+    assert "| fused-linear-ce, workspace 8MiB |" in text
+    page = readme.with_name("RESULTS.md").read_text()
+    assert "largest error against float64" in page
+    plots = list(measured.parent.glob("*.png"))
+    assert len(plots) == 1 and plots[0].name in text
+
+    readme.write_text(text.replace("| **fused-linear-ce** |", "| **faster-than-light** |"))
+    assert report.main([*argv, "--check"]) == 1
+
+
+def test_the_newest_run_of_a_shape_is_shown(measured, readme, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    data = json.loads(measured.read_text())
+    (results / "a.json").write_text(json.dumps(data))
+    data["date"], data["commit"] = "2999-01-01T00:00:00Z", "newer"
+    data["cases"] = data["cases"][:1]
+    (results / "b.json").write_text(json.dumps(data))
+    (group,) = report.read(results)
+    assert list(group.cases) == ["40x80x16", "48x96x16"]
+    assert group.cases["48x96x16"]["run"]["commit"] == "newer"
+    assert group.cases["40x80x16"]["run"]["commit"] != "newer"
+
+
+def test_a_readme_without_the_markers_is_an_error(measured, readme, capsys):
+    argv = arguments(measured, readme)
+    readme.write_text("# nothing\n")
+    assert report.main(argv) == 2
+    assert "benchmarks:begin" in capsys.readouterr().err
+
+
+def test_the_report_works_before_there_are_results(readme, tmp_path):
+    empty = tmp_path / "none"
+    empty.mkdir()
+    argv = ["--results", str(empty), "--readme", str(readme), "--page", str(tmp_path / "RESULTS.md")]
+    assert report.main(argv) == 0
+    assert "No results yet." in readme.read_text()
+
+
+# --- kernels benchmark -----------------------------------------------------------------------------------------------
+
+
+def test_kernels_benchmark_runs_and_verifies(build, tmp_path):
+    cli = pytest.importorskip("kernels.cli.benchmark")
+    (tmp_path / "benchmarks").mkdir()
+    script = tmp_path / "benchmarks" / "benchmark.py"
+    script.write_text((ROOT / "benchmarks" / "benchmark.py").read_text())
+    (tmp_path / "build").symlink_to(build)
+    results, _ = cli.run_benchmark_script(
+        script, iterations=1, warmup=0, cwd=tmp_path, repo_id=str(tmp_path), is_local=True, revision="local"
+    )
+    workloads_run = {name.split(".")[1] for name in results}
+    assert workloads_run == {"forward", "forward_backward", "per_token", "softcap_bias"}
+    assert all(r.verified for r in results.values())

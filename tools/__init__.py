@@ -1,0 +1,1 @@
+"""What the maintainer runs: build, verify, check_layout. Standard library only, where nothing else is said."""
