@@ -1,6 +1,6 @@
 """The loss and its derivatives with respect to a row's statistics: the one home of every loss formula.
 
-With z the logits of a token, y its target, p = softmax(z), lse = log sum exp z, w = class_weight, eps = label_smoothing,
+With z a token's logits, y its target, p = softmax(z), lse = log sum exp z, w = class_weight, eps = label_smoothing,
 
     loss = token_weight * ( (1 - eps) w_y (lse - z_y)  +  eps / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2 )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import backends, passes
 from ._ops import add_op_namespace_prefix
-from .backends.base import Wants, accumulation_dtype
+from .backends.base import Head, Wants, accumulation_dtype
 from .loss import LossOptions, Upstream
 from .plan import Call, Needs
 
@@ -33,12 +33,6 @@ def token_row_scaled(needs_entropy_grad: bool, needs_sum_grad: bool, softcap: Op
     """Whether dlogits is E times a factor per row plus a rank-1 term: not with b != 0, nor with d != 0 under a softcap
     (loss.py's family)."""
     return not needs_entropy_grad and not (needs_sum_grad and softcap is not None)
-
-
-def _problem(hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, dtype, call, mode):
-    return passes.Problem(
-        hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, dtype, call, mode
-    )
 
 
 def _isolated(device_type: str):
@@ -71,10 +65,8 @@ def loss_forward(
     call = make_call(hidden, weight, compute_dtype, needs, True, workspace)
     options = loss_options(label_smoothing, z_loss, weight.shape[0], class_weight, compute_dtype)
     with _isolated(hidden.device.type):
-        problem = _problem(
-            hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, compute_dtype, call,
-            "scalar",
-        )  # fmt: skip
+        head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, "scalar")
         return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, metrics))
 
 
@@ -145,7 +137,8 @@ def _loss_setup(ctx, inputs, output) -> None:
 
 def is_one(grad: Tensor) -> bool:
     """Whether the scalar is known to be 1 without a synchronisation or a guard: then there is nothing to multiply."""
-    return type(grad) is Tensor and grad.device.type == "cpu" and not torch.compiler.is_compiling() and grad.item() == 1
+    readable = type(grad) is Tensor and grad.device.type == "cpu" and not torch.compiler.is_compiling()
+    return readable and grad.item() == 1
 
 
 def scale_saved_gradients(grad: Tensor, saved: tuple, dtypes: tuple, needs: tuple) -> tuple:
@@ -193,10 +186,8 @@ def token_forward(
         hidden, weight, compute_dtype, (needs_hidden, needs_weight, needs_bias), row_scaled, workspace
     )
     with _isolated(hidden.device.type):
-        problem = _problem(
-            hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, compute_dtype, call,
-            "token",
-        )  # fmt: skip
+        head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, "token")
         return tuple(passes.token_statistics(problem, Wants(entropy, sum_logits, log_sum_sq, is_top1)))
 
 
@@ -253,10 +244,8 @@ def token_backward(
     needs = Needs(needs_hidden, needs_weight, needs_bias)
     call = make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace)
     with _isolated(hidden.device.type):
-        problem = _problem(
-            hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, compute_dtype, call,
-            "token",
-        )  # fmt: skip
+        head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, "token")
         empty = hidden.new_empty(0)
         saved = passes.TokenResult(
             log_probs, entropy, empty, empty, empty, empty, max, log_sum, scale, exps

@@ -88,9 +88,10 @@ class Problem:
     """One call's tensors, head and plan, and the backend that runs it."""
 
     def __init__(
-        self, hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, compute_dtype, call, mode
+        self, hidden: torch.Tensor, head: Head, targets: torch.Tensor, ignore_index: int, call: Call, upstream: str
     ):
-        self.plan: Plan = decide(call, hidden.shape[0], mode)
+        weight, compute_dtype = head.weight, head.compute_dtype
+        self.plan: Plan = decide(call, hidden.shape[0], upstream)
         self.backend = backends.load(self.plan.backend)
         self.x_dtype = backends.operand_dtype(self.plan.backend, compute_dtype)
         self.e_dtype = backends.exps_dtype(self.plan.backend, compute_dtype)
@@ -98,9 +99,7 @@ class Problem:
         self.hidden, self.compute_dtype, self.weight_dtype = hidden, compute_dtype, weight.dtype
         self.rows = select_rows(targets, ignore_index, weight.shape[0])
         copy = self.plan.copies_weight and len(self.rows) > 0
-        self.head = Head(
-            weight.to(compute_dtype) if copy else weight, bias, logit_scale, softcap, class_weight, compute_dtype
-        )
+        self.head = head._replace(weight=weight.to(compute_dtype)) if copy else head
         self._gradient_weight = None
 
     @property
@@ -144,8 +143,8 @@ class Problem:
 def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     """(a, t / a) such that p_j a + t [j = y] = a (p_j + (t / a) [j = y]) can be formed for every row.
 
-    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|, which
-    changes the other elements by 1e-9 of t. A row with a = t = 0 has factor 0.
+    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|,
+    which changes the other elements by 1e-9 of t. A row with a = t = 0 has factor 0.
     """
     tiny = c.t.abs() * _NUDGE
     a = torch.where(c.a.abs() < tiny, torch.copysign(tiny, c.a), c.a)

@@ -60,11 +60,11 @@ class Plan:
             "none": f"forward only, {self.chunk_rows} rows at a time",
             "forward": f"gradients in the forward, {self.chunk_rows} rows at a time; backward only scales them",
             "backward": f"gradients in the backward, {self.kept_rows} rows from kept exponentials and "
-            f"{self.n_tokens - self.kept_rows} rows recomputed, {self.chunk_rows} rows x {self.slab} classes at a time",
+            f"{self.n_tokens - self.kept_rows} recomputed, {self.chunk_rows} rows x {self.slab} classes at a time",
         }[self.gradients]
         one = 2e-12 * self.n_tokens * self.vocab * self.hidden_size
         return (
-            f"{self.n_tokens} tokens x {self.vocab} classes x {self.hidden_size} on the {self.backend} backend: {how}; "
+            f"{self.n_tokens} tokens x {self.vocab} classes x {self.hidden_size} ({self.backend} backend): {how}; "
             f"{self.flop_g:.2f} G of {one:.3f} TFLOP, {self.workspace_bytes / MIB:.0f} MiB beyond the outputs"
         )
 
@@ -110,7 +110,7 @@ class Call:
         return self.default_chunk if self.workspace is None else self.workspace
 
     def gradients_in_forward(self, n_tokens: int) -> bool:
-        """Whether a scalar loss makes its gradients in the forward. Only an explicit workspace makes it depend on N."""
+        """Whether a scalar loss makes its gradients in the forward; depends on N only with an explicit workspace."""
         if not self.row_scaled or self.workspace is None:
             return self.row_scaled
         held = self.saved_weight + n_tokens * self.saved_hidden_row + self.copy_weight

@@ -59,8 +59,8 @@ def check_tensors(hidden, weight, targets, bias) -> None:
         raise ValueError(f"weight must have shape (vocab, hidden_size), got {tuple(weight.shape)}")
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden has hidden_size {hidden.shape[-1]} (shape {tuple(hidden.shape)}) but weight has {weight.shape[1]} "
-            f"(shape {tuple(weight.shape)})"
+            f"hidden has hidden_size {hidden.shape[-1]}, of shape {tuple(hidden.shape)}, but weight has "
+            f"{weight.shape[1]}, of shape {tuple(weight.shape)}"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(

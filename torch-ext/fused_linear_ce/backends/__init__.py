@@ -10,10 +10,18 @@ from .base import accumulation_dtype
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's torch calls its devices "cuda" too
 
 
+MIN_CAPABILITY = 8  # NVIDIA's Ampere: below it there is no bf16 tensor core for E
+
+
+@torch.compiler.assume_constant_result
 def choose(device_type: str, float64: bool) -> str:
     """Name of the backend for tensors on such a device: by device, never by how torch was built."""
-    has_triton = device_type in TRITON_DEVICES and importlib.util.find_spec("triton") is not None
-    return "triton" if has_triton and not float64 else "eager"
+    if float64 or device_type not in TRITON_DEVICES or importlib.util.find_spec("triton") is None:
+        return "eager"
+    nvidia = device_type == "cuda" and torch.version.hip is None
+    if nvidia and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < MIN_CAPABILITY:
+        return "eager"
+    return "triton"
 
 
 def load(name: str):

@@ -5,7 +5,7 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
 (1 without softcap), so that d z_j / d (x W^T)_j = logit_scale * chi_j.
 
     forward(x, targets, head, wants, stats, exps)  fills the row statistics; with `exps` (R, V) also stores
-                                           E_j = exp(z_j - c) * chi_j for a per-row reference c of the backend's choice,
+                                           E_j = exp(z_j - c) chi_j, for a per-row reference c of the backend's choice,
                                            and stats.scale = exp(c - lse), so that p_j chi_j = stats.scale * E_j
     dlogits(x, targets, head, stats, coefficients, out)  recomputes the logits and stores chi_j * dz_j of loss.py
     grad_hidden(e, weight, compute_dtype, out, accumulate)    out (R, H) (+)= e @ weight

@@ -4,6 +4,7 @@ Every launch runs under the guard of its tensors' device and takes 64-bit offset
 """
 
 import contextlib
+from typing import Optional
 
 import torch
 import triton
@@ -57,13 +58,13 @@ def _describable(tensor: torch.Tensor) -> bool:
 class _Launch:
     """What forward_kernel and dlogits_kernel share: operands, tiles and flags for x (R, H) against a head."""
 
-    def __init__(self, x: torch.Tensor, head: Head, out=None):
+    def __init__(self, x: torch.Tensor, head: Head, out=None, tiles: Optional[tuning.Tiles] = None):
         weight = head.weight
         self.rows, self.hidden_size = x.shape
         self.vocab = weight.shape[0]
         aligned = weight.dtype == x.dtype and _describable(x) and _describable(weight)
         aligned = aligned and (out is None or _describable(out))
-        self.tiles = t = tuning.tiles(x.device, x.dtype, self.rows, self.hidden_size, aligned, out is not None)
+        self.tiles = t = tiles or tuning.tiles(x.device, x.dtype, self.hidden_size, aligned, out is not None)
         self.row_tiles = triton.cdiv(self.rows, t.rows)
         self.column_tiles = triton.cdiv(self.vocab, t.columns)
         programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
@@ -110,17 +111,28 @@ def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tens
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
         ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=32,
         SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
-        PRECISION=_precision(x.device, x.dtype), num_warps=4,
+        COMPUTE=_TRITON_DTYPE[x.dtype], PRECISION=_precision(x.device, x.dtype), num_warps=4,
     )  # fmt: skip
     return reference
 
 
-def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, stats: Stats, exps=None) -> None:
-    """See base.py. With exps: reference, GEMM, combine, and the two launches that repair rows that overflowed."""
+def forward(
+    x: torch.Tensor,
+    targets: torch.Tensor,
+    head: Head,
+    wants: Wants,
+    stats: Stats,
+    exps: Optional[torch.Tensor] = None,
+    tiles: Optional[tuning.Tiles] = None,
+) -> None:
+    """See base.py. With exps: reference, GEMM, combine, and the two launches that repair rows that overflowed.
+
+    tiles: only for benchmarks/tune.py, in place of the table's.
+    """
     if x.shape[0] == 0:
         return
     with _guard(x):
-        launch = _Launch(x, head, exps)
+        launch = _Launch(x, head, exps, tiles)
         store = exps is not None
         rows, device = launch.rows, x.device
 
@@ -187,24 +199,25 @@ def dlogits(
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """out (M, N) fp32 (+)= a @ b: cuBLAS where it can give half-precision operands an fp32 result."""
+    """out (M, N) fp32 (+)= a @ b: the vendor's library, where it can give half-precision operands an fp32 result."""
+    if a.dtype == torch.float32:
+        torch.addmm(out, a, b, beta=int(accumulate), out=out)
+        return
     if a.device.type == "cuda" and torch.version.hip is None:
-        if a.dtype == torch.float32:
-            torch.addmm(out, a, b, beta=int(accumulate), out=out)
-        elif accumulate:
+        if accumulate:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         else:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         return
     (m, k), n = a.shape, b.shape[1]
-    size, depth = (16, 16) if a.device.type == "cpu" else (128 if a.dtype != torch.float32 else 64, 32)
+    size, depth = (16, 16) if a.device.type == "cpu" else (128, 32)
     row_tiles, column_tiles = triton.cdiv(m, size), triton.cdiv(n, size)
     with _guard(a):
         bwd.matmul_kernel[(row_tiles * column_tiles,)](
             a, b, out, m, n, k, row_tiles, column_tiles,
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), out.stride(0),
             ROWS=size, COLUMNS=size, DEPTH=depth, GROUP=8, ACCUMULATE=accumulate,
-            PRECISION=_precision(a.device, a.dtype), num_warps=4,
+            num_warps=4,
         )  # fmt: skip
 
 

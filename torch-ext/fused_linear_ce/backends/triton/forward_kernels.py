@@ -27,7 +27,8 @@ def reference_kernel(
     x, w, bias, targets, reference, R, V, H,
     stride_xr, stride_wv, stride_wh, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """reference = max(z over the first COLUMNS classes, z of the target); 0 where that is not finite.
 
@@ -38,7 +39,7 @@ def reference_kernel(
     product = tile_product(
         x, w, row, 0, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, False, PRECISION
     )
-    z = transform(product, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP)
+    z = transform(product, bias, 0, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP)
     z = tl.where((tl.arange(0, COLUMNS) < V)[None, :], z, float("-inf"))
     y = tl.load(targets + rows, mask=rows < R, other=-1)
     known = y >= 0
@@ -53,7 +54,7 @@ def reference_kernel(
         dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
     if HAS_BIAS:
         dot += tl.load(bias + y).to(tl.float32)
-    z_y = transform(dot, bias, 0, V, logit_scale, softcap, x.dtype.element_ty, COLUMNS, SCALED, False, HAS_SOFTCAP)
+    z_y = transform(dot, bias, 0, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, False, HAS_SOFTCAP)
     c = tl.maximum(tl.max(z, 1), tl.where(known, z_y, float("-inf")))
     c = tl.where((c > float("-inf")) & (c < float("inf")), c, 0.0)
     tl.store(reference + rows, c, mask=rows < R)

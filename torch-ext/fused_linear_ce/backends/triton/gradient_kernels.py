@@ -74,7 +74,7 @@ def matmul_kernel(
     a, b, out, M, N, K, row_tiles, column_tiles,
     stride_am, stride_ak, stride_bk, stride_bn, stride_om,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """out (M, N) fp32 (+)= a (M, K) @ b (K, N), any strides: where the vendor's library has no half-precision GEMM
     with an fp32 result (ROCm, XPU)."""
@@ -94,7 +94,7 @@ def matmul_kernel(
             b + at[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn,
             mask=inside[:, None] & (columns < N)[None, :], other=0.0,
         )  # fmt: skip
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total)
     at_out = out + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     if ACCUMULATE:

@@ -29,26 +29,25 @@ class Tiles(NamedTuple):
 HEURISTICS = {
     "half": Tiles(128, 128, 32, 8, 3, 8, False, False),
     "float32": Tiles(64, 64, 32, 4, 2, 8, False, False),
-    # sm_90 and later with descriptors
+    # sm_90 and sm_100, with descriptors
     "half_descriptors": Tiles(128, 256, 64, 8, 3, 16, False, True),
 }
 
 
-
-
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _shipped(device_name: str) -> dict:
     path = Path(__file__).parent / "configs" / (device_name.replace(" ", "_") + ".json")
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device(device: torch.device) -> tuple[str, int, bool]:
     """(name, multiprocessors, has bulk tensor copies)."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        hopper = torch.version.hip is None and properties.major >= 9
-        return properties.name, properties.multi_processor_count, hopper
+        # Hopper and data-center Blackwell; the consumer chips after them lack the shared memory for those tiles.
+        descriptors = torch.version.hip is None and properties.major in (9, 10)
+        return properties.name, properties.multi_processor_count, descriptors
     if device.type == "xpu":
         properties = torch.xpu.get_device_properties(device)
         return properties.name, properties.gpu_subslice_count, False
@@ -59,7 +58,12 @@ def multiprocessors(device: torch.device) -> int:
     return _device(device)[1]
 
 
-def tiles(device: torch.device, dtype: torch.dtype, rows: int, hidden_size: int, aligned: bool, store: bool) -> Tiles:
+def has_descriptors(device: torch.device) -> bool:
+    """Whether the device copies tiles in bulk and has the shared memory for large ones."""
+    return _device(device)[2]
+
+
+def tiles(device: torch.device, dtype: torch.dtype, hidden_size: int, aligned: bool, store: bool) -> Tiles:
     """The tiles of forward_kernel and dlogits_kernel.
 
     aligned: both operands can be read by tensor descriptors. store: the kernel writes an (R, V) result.

@@ -1,0 +1,316 @@
+"""plan.py: which way a call runs, in G and bytes, from its sizes alone."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from .conftest import submodule
+
+MIB = 1 << 20
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+QWEN = (16384, 151936, 1024)  # N, V, H
+ALL_NEEDS = list(itertools.product((False, True), repeat=3))
+
+
+@pytest.fixture
+def plan(kernel):
+    return kernel.plan
+
+
+@pytest.fixture
+def module(kernel):
+    return submodule(kernel, "plan")
+
+
+class TestWhichWay:
+    def test_scalar_losses_make_their_gradients_in_the_forward(self, plan):
+        p = plan(*QWEN)
+        assert (p.gradients, p.flop_g, p.kept_rows, p.slab) == ("forward", 3.0, 0, QWEN[1])
+
+    @pytest.mark.parametrize("needs", ALL_NEEDS, ids=str)
+    @pytest.mark.parametrize("upstream", ["scalar", "token"])
+    def test_a_gradient_that_is_not_wanted_costs_nothing(self, plan, needs, upstream):
+        p = plan(256, 32000, 512, FP32, device_type="cpu", needs=needs, upstream=upstream)
+        gradients = 0 if not any(needs) else needs[0] + needs[1]
+        assert p.flop_g == 1.0 + gradients
+        assert p.gradients == ("none" if not any(needs) else {"scalar": "forward", "token": "backward"}[upstream])
+
+    def test_per_token_losses_keep_what_fits_and_recompute_the_rest(self, plan):
+        small = plan(1024, *QWEN[1:], upstream="token")
+        assert (small.gradients, small.kept_rows, small.flop_g) == ("backward", 1024, 3.0)
+        large = plan(*QWEN, upstream="token")
+        assert large.gradients == "backward" and 0 < large.kept_rows < QWEN[0]
+        assert large.flop_g == pytest.approx(4 - large.kept_rows / QWEN[0])
+
+    @pytest.mark.parametrize("upstream", ["scalar", "token"])
+    def test_gradients_that_are_no_row_factor_recompute_everything(self, plan, upstream):
+        p = plan(*QWEN, upstream=upstream, row_scaled=False)
+        assert (p.gradients, p.kept_rows, p.flop_g) == ("backward", 0, 4.0)
+
+    def test_forward_only_needs_one_gemm_whatever_the_options(self, plan):
+        for upstream, row_scaled in itertools.product(("scalar", "token"), (True, False)):
+            p = plan(*QWEN, needs=(False, False, False), upstream=upstream, row_scaled=row_scaled)
+            assert (p.gradients, p.flop_g, p.kept_rows) == ("none", 1.0, 0)
+
+    def test_a_small_workspace_goes_by_slabs_of_classes(self, plan):
+        _, v, h = QWEN
+        for upstream in ("scalar", "token"):
+            p = plan(*QWEN, upstream=upstream, workspace=256 * MIB)
+            assert (p.gradients, p.flop_g) == ("backward", 4.0)
+            assert 0 < p.slab < v
+            assert p.workspace_bytes <= 256 * MIB < v * h * 4
+
+    def test_ways_in_the_order_of_the_workspace(self, plan):
+        ways = [plan(*QWEN, workspace=w * MIB) for w in (256, 640, 1024)]
+        assert [(p.gradients, p.slab < QWEN[1]) for p in ways] == [
+            ("backward", True), ("backward", False), ("forward", False),
+        ]  # fmt: skip
+        assert [p.flop_g for p in ways] == sorted((p.flop_g for p in ways), reverse=True)
+
+    def test_backend_by_device_and_dtype(self, plan):
+        pytest.importorskip("triton")
+        assert plan(*QWEN).backend == "triton"
+        assert plan(*QWEN, device_type="xpu").backend == "triton"
+        assert plan(*QWEN, device_type="cpu").backend == "eager"
+        assert plan(*QWEN, FP64).backend == "eager"
+
+    def test_without_triton_the_torch_backend_runs(self, kernel, monkeypatch):
+        backends = submodule(kernel, "backends")
+        monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+        assert kernel.plan(*QWEN).backend == "eager"
+
+    def test_copies_of_the_weight_where_the_gemms_want_another_dtype(self, plan):
+        pytest.importorskip("triton")
+        v, h = QWEN[1:]
+        same = plan(*QWEN, workspace=4096 * MIB)
+        autocast = plan(*QWEN, BF16, hidden_dtype=FP32, weight_dtype=FP32)
+        assert not same.copies_weight and autocast.copies_weight
+        assert plan(*QWEN, FP16).copies_weight  # its exponentials are bf16
+        assert not plan(*QWEN, FP16, needs=(False, False, False)).copies_weight
+        assert autocast.workspace_bytes >= v * h * (4 + 2)
+
+
+class TestWorkspace:
+    GRID = [1 << k for k in range(16, 34)] + [3 << k for k in range(16, 32)]
+
+    @pytest.mark.parametrize("needs", ALL_NEEDS, ids=str)
+    @pytest.mark.parametrize("upstream, row_scaled", [("scalar", True), ("token", True), ("token", False)])
+    @pytest.mark.parametrize("device_type, dtypes", [
+        ("cuda", (BF16, BF16, BF16)), ("cuda", (FP16, FP16, FP16)), ("cuda", (BF16, FP32, FP32)),
+        ("cuda", (FP32, FP32, FP32)), ("cpu", (FP32, FP32, FP32)), ("cpu", (BF16, BF16, FP32)),
+        ("cpu", (FP64, FP64, FP64)),
+    ])  # fmt: skip
+    def test_is_never_exceeded_and_more_of_it_never_costs_more(
+        self, plan, needs, upstream, row_scaled, device_type, dtypes
+    ):
+        dtype, hidden_dtype, weight_dtype = dtypes
+        flops = []
+        for workspace in sorted(self.GRID):
+            try:
+                p = plan(
+                    4096, 50257, 256, dtype, hidden_dtype=hidden_dtype, weight_dtype=weight_dtype, needs=needs,
+                    device_type=device_type, upstream=upstream, row_scaled=row_scaled, workspace=workspace,
+                )  # fmt: skip
+            except ValueError:
+                assert not flops, "a larger workspace was refused after a smaller one was enough"
+                continue
+            assert p.workspace_bytes <= workspace
+            flops.append(p.flop_g)
+        assert flops == sorted(flops, reverse=True)
+        assert flops[-1] == 1 + needs[0] + needs[1] + (any(needs) and not row_scaled)
+
+    @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False), (False,) * 3])
+    @pytest.mark.parametrize("n, v, h", [QWEN, (5, 1000, 64), (1, 3, 1)])
+    @pytest.mark.parametrize("dtype", [BF16, FP32])
+    def test_too_small_a_one_is_refused_with_the_bytes_that_are_needed(self, plan, needs, n, v, h, dtype):
+        with pytest.raises(ValueError, match=r"workspace=1 bytes .* needs \d+ bytes") as error:
+            plan(n, v, h, dtype, needs=needs, workspace=1)
+        needed = int(re.search(r"needs (\d+) bytes", str(error.value))[1])
+        assert plan(n, v, h, dtype, needs=needs, workspace=needed).workspace_bytes <= needed
+        if needed > 1:  # it is the smallest one
+            with pytest.raises(ValueError, match="workspace"):
+                plan(n, v, h, dtype, needs=needs, workspace=needed - 1)
+
+    @pytest.mark.parametrize("bad, error", [(0, ValueError), (-5, ValueError), (1.5, TypeError), (True, TypeError)])
+    def test_must_be_a_positive_number_of_bytes(self, plan, bad, error):
+        with pytest.raises(error, match="workspace"):
+            plan(*QWEN, workspace=bad)
+
+    def test_frozen_weights_drop_their_buffers(self, plan):
+        n, v, h = QWEN
+        both = plan(*QWEN, needs=(True, True, False))
+        lora = plan(*QWEN, needs=(True, False, False))
+        head = plan(*QWEN, needs=(False, True, False))
+        assert both.workspace_bytes - lora.workspace_bytes == v * h * 4
+        assert both.workspace_bytes - head.workspace_bytes == n * h * 4
+        assert lora.workspace_bytes < 2048 * MIB
+        # with the head frozen a small workspace is enough for the fast way
+        assert plan(*QWEN, needs=(True, False, False), workspace=256 * MIB).gradients == "forward"
+
+    def test_the_bias_gradient_costs_no_buffer_of_its_own(self, plan):
+        assert plan(*QWEN, needs=(True, True, True)).workspace_bytes == plan(*QWEN).workspace_bytes
+
+    def test_default_is_bounded_independently_of_the_number_of_tokens(self, plan):
+        """Beyond the fp32 gradients, which the forward must hold until the backward."""
+        v, h = QWEN[1:]
+        for n in (1 << 10, 1 << 14, 1 << 18):
+            p = plan(n, v, h)
+            assert p.workspace_bytes - (v + n) * h * 4 <= 1024 * MIB
+            assert plan(n, v, h, upstream="token").workspace_bytes - v * h * 4 <= 1024 * MIB + 512 * MIB
+
+
+class TestIndependence:
+    def test_of_the_device_and_its_free_memory(self, plan, monkeypatch):
+        expected = [plan(*QWEN, workspace=w, upstream=u) for w in (None, 256 * MIB) for u in ("scalar", "token")]
+
+        def forbidden(*args, **kwargs):
+            raise AssertionError("a plan must not ask for the state of the device")
+
+        names = ("mem_get_info", "memory_allocated", "memory_reserved", "get_device_properties", "current_device",
+                 "is_available", "get_device_capability")  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(torch.cuda, name, forbidden)
+        again = [plan(*QWEN, workspace=w, upstream=u) for w in (None, 256 * MIB) for u in ("scalar", "token")]
+        assert again == expected
+
+    @pytest.mark.parametrize("needs", ALL_NEEDS[1:], ids=str)
+    def test_of_the_number_of_tokens_where_the_workspace_is_the_default(self, module, needs):
+        """Else a compiled graph would be specialised on it."""
+        for row_scaled in (True, False):
+            call = module.Call(151936, 1024, BF16, BF16, BF16, "cuda", module.Needs(*needs), row_scaled, None)
+            answers = {call.gradients_in_forward(n) for n in (0, 1, 100, 10**5, 10**9)}
+            assert answers == {row_scaled}
+
+
+class TestChunks:
+    @pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 4096, 5000, 16384, 100_003])
+    @pytest.mark.parametrize("workspace", [None, 64 * MIB, 1536 * MIB])
+    def test_rows_are_whole_tiles_and_equal(self, plan, n, workspace):
+        p = plan(n, *QWEN[1:], workspace=workspace, needs=(True, False, False))
+        assert 1 <= p.chunk_rows <= max(n, 1)
+        if 128 <= p.chunk_rows < n:
+            assert p.chunk_rows % 128 == 0
+            chunks = -(-n // p.chunk_rows)
+            assert (chunks - 1) * p.chunk_rows < n
+            assert p.chunk_rows - n / chunks < 128  # no small last chunk beside large ones
+
+    def test_whole_tiles(self, module):
+        for rows, n in itertools.product((1, 16, 100, 128, 200, 1000, 5000), (1, 16, 127, 128, 1000, 4097, 16384)):
+            chunk = module._whole_tiles(rows, n)
+            assert 1 <= chunk <= max(rows, 1)
+            assert chunk == min(rows, n) or chunk % 128 == 0
+
+    def test_no_token_is_a_plan_too(self, plan):
+        for needs, upstream in itertools.product(((True, True, True), (False, False, False)), ("scalar", "token")):
+            p = plan(0, 1000, 64, needs=needs, upstream=upstream)
+            assert p.kept_rows == 0 and p.chunk_rows >= 1
+            assert str(p)
+
+
+class TestReadable:
+    CASES = [
+        ({}, ["gradients in the forward", "3.00 G"]),
+        ({"needs": (False, False, False)}, ["forward only", "1.00 G"]),
+        ({"upstream": "token"}, ["gradients in the backward", "recomputed"]),
+        ({"workspace": 256 * MIB}, ["gradients in the backward", "4.00 G", "classes at a time"]),
+        ({"needs": (True, False, False)}, ["gradients in the forward", "2.00 G"]),
+    ]
+
+    @pytest.mark.parametrize("options, words", CASES, ids=lambda c: str(c)[:40])
+    def test_str_says_what_runs_and_what_it_costs(self, plan, options, words):
+        p = plan(*QWEN, **options)
+        text = str(p)
+        for word in [*words, "16384", "151936", "1024", p.backend, "MiB", "TFLOP"]:
+            assert word in text
+        assert f"{p.chunk_rows} rows" in text
+        assert f"{p.workspace_bytes / MIB:.0f} MiB" in text
+        assert "\n" not in text and len(text) < 300
+
+    def test_one_g_is_one_gemm(self, plan):
+        assert "of 2.000 TFLOP" in str(plan(10_000, 100_000, 1000))
+
+    def test_plans_compare_and_are_frozen(self, plan):
+        p = plan(*QWEN)
+        assert p == plan(*QWEN)
+        with pytest.raises(AttributeError):
+            p.chunk_rows = 1
+
+
+SIZES = {
+    "n": st.one_of(st.integers(0, 300), st.integers(0, 1 << 20)),
+    "vocab": st.one_of(st.integers(1, 300), st.integers(1, 1 << 22)),
+    "hidden": st.integers(1, 1 << 14),
+    "dtypes": st.sampled_from([(d,) * 3 for d in (BF16, FP16, FP32, FP64)] + [(BF16, FP32, FP32), (BF16, BF16, FP32)]),
+    "device_type": st.sampled_from(["cpu", "cuda"]),
+    "needs": st.sampled_from(ALL_NEEDS),
+    "upstream": st.sampled_from(["scalar", "token"]),
+    "row_scaled": st.booleans(),
+}
+WORKSPACES = st.one_of(st.integers(1, 1 << 24), st.integers(1, 1 << 36))
+
+
+class TestInvariants:
+    def make(self, kernel, n, vocab, hidden, dtypes, **options):
+        dtype, hidden_dtype, weight_dtype = dtypes
+        return kernel.plan(n, vocab, hidden, dtype, hidden_dtype=hidden_dtype, weight_dtype=weight_dtype, **options)
+
+    def check(self, p, n, vocab, needs):
+        assert 1 <= p.chunk_rows <= max(n, 1)
+        assert 0 <= p.kept_rows <= n
+        assert 1 <= p.slab <= vocab
+        assert p.workspace_bytes >= 0
+        gemms = 1 + needs[0] + needs[1]
+        assert gemms <= p.flop_g <= gemms + (p.gradients == "backward")
+        assert p.gradients == "backward" or (p.slab == vocab and p.kept_rows == 0)
+        assert (p.gradients == "none") == (not any(needs))
+
+    @given(**SIZES)
+    def test_default_workspace(self, kernel, n, vocab, needs, **sizes):
+        p = self.make(kernel, n, vocab, needs=needs, **sizes)
+        self.check(p, n, vocab, needs)
+        assert p.slab == vocab
+        if any(needs):
+            in_forward = sizes["upstream"] == "scalar" and sizes["row_scaled"]
+            assert p.gradients == ("forward" if in_forward else "backward")
+
+    @given(workspace=WORKSPACES, **SIZES)
+    def test_given_workspace(self, kernel, n, vocab, needs, workspace, **sizes):
+        try:
+            p = self.make(kernel, n, vocab, needs=needs, workspace=workspace, **sizes)
+        except ValueError as error:
+            needed = int(re.search(r"needs (\d+) bytes", str(error))[1])
+            assert needed > workspace
+            p = self.make(kernel, n, vocab, needs=needs, workspace=needed, **sizes)
+            workspace = needed
+        self.check(p, n, vocab, needs)
+        assert p.workspace_bytes <= workspace
+
+    @given(workspaces=st.lists(WORKSPACES, min_size=2, max_size=2), **SIZES)
+    def test_more_workspace_never_costs_more(self, kernel, n, vocab, workspaces, **sizes):
+        less, more = sorted(workspaces)
+        try:
+            p = self.make(kernel, n, vocab, workspace=less, **sizes)
+        except ValueError:
+            assume(False)
+        assert self.make(kernel, n, vocab, workspace=more, **sizes).flop_g <= p.flop_g
+
+    @given(workspace=st.one_of(st.none(), WORKSPACES), **SIZES)
+    def test_the_operator_allocates_what_was_planned(
+        self, kernel, n, vocab, hidden, dtypes, device_type, needs, upstream, row_scaled, workspace
+    ):
+        """passes.kept_exps_shape, which fake tensors follow, is the plan's number of rows."""
+        module, passes = submodule(kernel, "plan"), submodule(kernel, "passes")
+        call = module.Call(vocab, hidden, *dtypes, device_type, module.Needs(*needs), row_scaled, workspace)
+        try:
+            p = module.decide(call, n, "token")
+        except ValueError:
+            assume(False)
+        rows, columns = passes.kept_exps_shape(call, n)
+        assert rows == p.kept_rows
+        assert vocab <= columns < vocab + 64
+        if upstream == "scalar" and not call.gradients_in_forward(n):
+            assert module.decide(call, n, "scalar") == p
