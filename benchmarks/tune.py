@@ -3,7 +3,7 @@
     make build && python -m benchmarks.tune            # a few minutes; writes configs/<device name>.json
     make build                                         # ship it
 
-For each hidden size every candidate runs on one chunk of 4096 rows, storing E and not storing it, with the metrics that
+For each hidden size every candidate runs on one chunk of 4096 rows, with and without storing E, with the metrics that
 a trainer asks for; the fastest median wins. Candidates that do not compile or do not fit are skipped. Several candidates
 within the noise are a tie, and the first of the list wins it.
 """

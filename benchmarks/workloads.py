@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .trained import trained_inputs
+
 IGNORE_INDEX = -100
 
 
@@ -125,7 +127,7 @@ def random_inputs(shape: Shape, device: torch.device, gen: torch.Generator):
     return hidden, weight, targets
 
 
-INPUTS = {"random": random_inputs}
+INPUTS = {"random": random_inputs, "trained": trained_inputs}
 
 
 def make_case(

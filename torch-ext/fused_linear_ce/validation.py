@@ -95,7 +95,7 @@ def _real(name: str, value) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
     value = float(value)
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # (math.isfinite breaks graphs of torch.compile)
         raise ValueError(f"{name} must be finite, got {value}")
     return value
 
