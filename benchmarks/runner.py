@@ -12,6 +12,7 @@ import torch
 
 from . import peers, timing
 from .reference import Reference
+from .trained import softmax_statistics
 from .workloads import Case
 
 
@@ -161,6 +162,7 @@ def run_case(case: Case, contenders: list[peers.Contender], settings: Settings) 
             if base_ms and "median_ms" in r:
                 r[key] = round(r["median_ms"] / base_ms, 4)
     s, shape = case.scenario, case.shape
+    trained = {"softmax": softmax_statistics(case.hidden, case.weight)} if case.inputs == "trained" else {}
     return {
         "shape": shape.name,
         "model": shape.model,
@@ -170,6 +172,7 @@ def run_case(case: Case, contenders: list[peers.Contender], settings: Settings) 
         "scenario": s.name,
         "scenario_title": s.title,
         "inputs": case.inputs,
+        **trained,
         "dtype": str(case.hidden.dtype).removeprefix("torch."),
         "valid_rows": case.valid_rows,
         "floor_gemms": list(s.gemms),

@@ -432,11 +432,18 @@ def _workspace_for(kernel, kind, sizes, dtype, device_type, needs, upstream, row
                 workspace=workspace,
             )  # fmt: skip
 
-    for step in range(300):
-        workspace = int(256 * 1.07**step)
+    def fits(workspace):
         found = plan(workspace)
-        if found is not None and kind_of(found) == kind:
-            return workspace
+        return found is not None and kind_of(found) == kind
+
+    grid = [int(256 * 1.07**step) for step in range(300)]
+    for low, high in itertools.pairwise(grid):
+        if not fits(high):
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
     return None
 
 

@@ -14,6 +14,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import loss, peers, report, runner, timing, workloads
 from benchmarks.reference import Reference
+from benchmarks.trained import softmax_statistics
 
 FAST = ["--rounds", "2", "--budget", "0.001", "--min-iterations", "2", "--device", "cpu"]
 RESULT_KEYS = {
@@ -201,6 +202,40 @@ def test_peak_memory_sees_a_temporary():
     peak, how = timing.peak_memory(lambda: torch.ones(64 << 20, dtype=torch.uint8), lambda: None, torch.device("cpu"))
     assert how == "peak resident set"
     assert 60 << 20 < peak < 80 << 20
+
+
+# --- trained-like inputs ---------------------------------------------------------------------------------------------
+
+
+def test_trained_inputs_look_like_a_trained_model():
+    shape = workloads.parse_shape("512x131072x384")
+    hidden, weight, targets = workloads.INPUTS["trained"](shape, torch.device("cpu"), torch.Generator().manual_seed(0))
+    figures = softmax_statistics(hidden, weight)
+    assert 1.2 <= figures["entropy"] <= 2.1, figures
+    assert 55 <= figures["entries_mean"] <= 101, figures
+    assert 11 <= figures["entries_median"] <= 46, figures
+    assert 0.15 <= figures["kept_blocks"] <= 0.21, figures
+    assert 0.002 <= figures["dropped_mass"] <= 0.005, figures
+
+    # the targets are what this softmax predicts, and low ids are the frequent ones
+    part = slice(0, 256)
+    logits = hidden[part] @ weight.T
+    value = torch.nn.functional.cross_entropy(logits, targets[part])
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    assert abs(value - entropy) < 0.35
+    mass = logits.softmax(-1).mean(0)
+    octaves = [mass[2**k : 2 ** (k + 1)].mean() for k in range(4, 17)]
+    assert all(a > b for a, b in zip(octaves, octaves[2:], strict=False))
+
+
+def test_trained_inputs_run_at_any_size_and_their_figures_are_written(build, tmp_path):
+    data = run(
+        tmp_path / "run.json", "--shapes", "40x80x16", "--inputs", "trained",
+        "--contenders", "ours,logits", "--build", str(build),
+    )  # fmt: skip
+    (case,) = data["cases"]
+    assert {"entropy", "kept_blocks", "dropped_mass"} < set(case["softmax"])
+    assert case["results"]["ours"]["errors"]["dW"] < 1e-5
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -473,5 +473,5 @@ def _token_backward(c: _Checked, needs: Needs, upstream, class_weight, saved, ro
 
 
 def _shaped(grads, needs: Needs, hidden: Tensor):
-    dx, dw, db = (g if n else None for g, n in zip(grads, needs, strict=True))
+    dx, dw, db = (g if n else None for g, n in zip(grads, needs))
     return (None if dx is None else dx.reshape(hidden.shape)), dw, db

@@ -144,10 +144,10 @@ def is_one(grad: Tensor) -> bool:
 def scale_saved_gradients(grad: Tensor, saved: tuple, dtypes: tuple, needs: tuple) -> tuple:
     """(dX, dW, db) from loss_forward's gradients; None where not wanted."""
     if is_one(grad):
-        scaled = tuple(s if s.dtype == d else s.to(d) for s, d in zip(saved, dtypes, strict=True))
+        scaled = tuple(s if s.dtype == d else s.to(d) for s, d in zip(saved, dtypes))
     else:
         scaled = loss_backward(grad, *saved, *dtypes)
-    return tuple(s if n else None for s, n in zip(scaled, needs, strict=True))
+    return tuple(s if n else None for s, n in zip(scaled, needs))
 
 
 def _loss_backward(ctx, grad, *_):
@@ -285,7 +285,7 @@ def _token_backward(ctx, grad_log_probs, grad_entropy, grad_lse, grad_sum_logits
         return none
     out = token_backward(*grads, *ctx.saved_tensors, *ctx.options)
     needs = ctx.options[4:7]
-    dx, dw, db = (o if n else None for o, n in zip(out, needs, strict=True))
+    dx, dw, db = (o if n else None for o, n in zip(out, needs))
     return (dx, dw, None, db, *(None,) * 14)
 
 

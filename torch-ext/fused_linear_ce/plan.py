@@ -90,7 +90,12 @@ class Call:
         self.backend = backends.choose(device_type, dtype == torch.float64)
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # the chunk's copies of x, one in the accumulation dtype
-        self.row = backends.padded_vocab(self.backend, vocab) * self.exp + self.x_row
+        # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not stored,
+        # but leaves a few partial sums for each tile of at least 64 classes.
+        e_row = backends.padded_vocab(self.backend, vocab) * self.exp
+        partials = vocab // 3 if self.backend == "triton" else 0
+        self.row = e_row + partials + self.x_row
+        self.statistics_row = partials + self.x_row if self.backend == "triton" else self.row
         self.default_chunk = DEFAULT_CHUNK.get(device_type, DEFAULT_CHUNK_ACCELERATOR)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
@@ -153,15 +158,17 @@ def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
             flop_g, held,
         )  # fmt: skip
 
-    def rows_in(budget: int, tokens: int = n_tokens) -> int:
-        return _whole_tiles(max(budget // call.row, MIN_ROWS), tokens)
+    def rows_in(budget: int, tokens: int = n_tokens, row: int = call.row) -> int:
+        return _whole_tiles(max(budget // row, MIN_ROWS), tokens)
 
     gemms = 1.0 + call.needs.hidden + call.needs.weight
     if not any(call.needs):
-        copies = call.workspace is None or call.workspace - call.copy_weight >= MIN_ROWS * call.row
+        row = call.statistics_row
+        copies = call.workspace is None or call.workspace - call.copy_weight >= MIN_ROWS * row
         held = call.copy_weight if copies else 0
-        rows = rows_in(min(call.budget() - (0 if call.workspace is None else held), call.default_chunk))
-        return result("none", rows, 0, call.vocab, copies, 1.0, held + rows * call.row)
+        budget = min(call.budget() - (0 if call.workspace is None else held), call.default_chunk)
+        rows = rows_in(budget, row=row)
+        return result("none", rows, 0, call.vocab, copies, 1.0, held + rows * row)
 
     if upstream == "scalar" and call.gradients_in_forward(n_tokens):
         held = call.saved_weight + n_tokens * call.saved_hidden_row + call.copy_weight

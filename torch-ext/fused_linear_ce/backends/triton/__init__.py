@@ -174,7 +174,7 @@ def forward(
                 targets, *marks, *partials, *outputs, rows, launch.column_tiles,
                 fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
                 ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
-                TOP1=wants.is_top1, num_warps=4,
+                TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
             )  # fmt: skip
 
 

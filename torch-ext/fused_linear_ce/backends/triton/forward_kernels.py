@@ -15,7 +15,7 @@ columns, so m_i - c_i <= nll_i: a marked row is one whose loss exceeds LIMIT nat
 import triton
 import triton.language as tl
 
-from .logits import chain, tile_order, tile_product, transform
+from .logits import chain, exp, tile_order, tile_product, transform
 
 LIMIT = 60.0  # nats that a row's maximum may lie above its reference
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
@@ -99,12 +99,16 @@ def forward_kernel(
             z = transform(
                 product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP
             )
-            if column + COLUMNS > V:
-                z = tl.where((columns < V)[None, :], z, float("-inf"))
-            m = tl.max(z, 1)
             if STORE:
                 c = tl.load(reference + rows, mask=live, other=0.0)
+                if column + COLUMNS > V:
+                    # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
+                    z = tl.where((columns < V)[None, :], z, c[:, None] + LOG_ZERO)
+                m = tl.max(z, 1)
             else:
+                if column + COLUMNS > V:
+                    z = tl.where((columns < V)[None, :], z, float("-inf"))
+                m = tl.max(z, 1)
                 c = tl.where(m == float("-inf"), 0.0, m)
             y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
             here = (y >= 0) & (y < COLUMNS)
@@ -115,12 +119,14 @@ def forward_kernel(
                 tl.store(target_z + rows, z_y, mask=here)
                 tl.store(target_beaten + rows, (before >= z_y).to(tl.int8), mask=here)
             d = z - c[:, None]
-            e = tl.exp(d)
+            e = exp(d, COMPUTE == tl.float32)
             partial = column_tile.to(tl.int64) * R + rows
             tl.store(tile_max + partial, m, mask=live)
             tl.store(tile_sum + partial, tl.sum(e, 1), mask=live)
             if ENTROPY:
-                tl.store(tile_dot + partial, tl.sum(e * tl.maximum(d, LOG_ZERO), 1), mask=live)
+                if HAS_BIAS or not STORE:
+                    d = tl.maximum(d, LOG_ZERO)  # -inf
+                tl.store(tile_dot + partial, tl.sum(e * d, 1), mask=live)
             if SQUARES:
                 tl.store(tile_squares + partial, tl.sum(e * e, 1), mask=live)
             if LOGITS:
@@ -147,7 +153,7 @@ def combine_kernel(
     R, column_tiles, limit,
     ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, TOP1: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, TOP1: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows: the partial statistics of all column tiles, in one order, to the row's statistics.
 
@@ -198,7 +204,7 @@ def combine_kernel(
             t_max = tl.load(tile_max + at, mask=mask, other=float("-inf"))
             # A tile of -inf used the reference 0 and has the sum 0: its factor must not be exp(0 - m).
             shift = tl.maximum(t_max - c[None, :], LOG_ZERO)
-            factor = tl.exp(shift)
+            factor = exp(shift, COMPUTE == tl.float32)
             total += tl.sum(t_sum * factor, 0)
             if ENTROPY:
                 t_dot = tl.load(tile_dot + at, mask=mask, other=0.0)

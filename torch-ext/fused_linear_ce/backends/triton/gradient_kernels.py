@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .logits import chain, tile_order, tile_product, transform
+from .logits import chain, exp, tile_order, tile_product, transform
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def dlogits_kernel(
         log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
         a = tl.load(row_a + rows, mask=live, other=0.0)
         log_p = (z - m[:, None]) - log_sum[:, None]
-        p = tl.exp(log_p)
+        p = exp(log_p, COMPUTE == tl.float32)
         if HAS_B:
             b = tl.load(row_b + rows, mask=live, other=0.0)
             entropy = tl.load(row_entropy + rows, mask=live, other=0.0)
@@ -50,7 +50,7 @@ def dlogits_kernel(
         if tl.max(here.to(tl.int32), 0) > 0:
             t = tl.load(row_t + rows, mask=live, other=0.0)
             log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
-            p_y = tl.exp(log_prob)
+            p_y = exp(log_prob, COMPUTE == tl.float32)
             # expm1: its series where exp would cancel
             small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
             minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
