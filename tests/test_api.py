@@ -737,29 +737,28 @@ def test_a_common_offset_costs_the_log_probs_no_digits(kernel, dev, offset):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=IDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_logits_of_very_different_sizes(kernel, dev, dtype, size, reduction):
-    """Most exponentials underflow, and a row's maximum is hundreds above what its first classes and its target show."""
+    """Most exponentials underflow, and a row's maximum is far above what its first classes and its target show."""
     inputs = exact_inputs(dev, 0.0)
     inputs = inputs.replace(hidden=inputs.hidden * size).to(dev, dtype)
     z = transformed_logits(inputs.hidden.double(), inputs.weight.double())
-    assert (z.max(1).values - z.gather(1, inputs.targets[:, None])[:, 0]).max() > 12 * size
+    assert (z.max(1).values - z.gather(1, inputs.targets[:, None])[:, 0]).max() > 100
     outcome = run(kernel, inputs, reduction=reduction, return_metrics=True)
     check(outcome, reference(*inputs.positional(), reduction=reduction), dtype)
 
 
-def test_confident_rows_keep_their_gradients(kernel, dev):
-    """p_y is 1 to the last bit of fp32 nearly everywhere: the gradient is what 1 - p_y is, not zero."""
-    g = torch.Generator().manual_seed(0)
-    weight = torch.randn(64, 64, generator=g, dtype=torch.float64)
-    weight = torch.linalg.qr(weight).Q.float()
-    targets = torch.arange(64)
-    inputs = Inputs(12 * weight.clone(), weight, targets).to(dev)
-    for how in ("default", "slab"):
-        workspace = workspace_for(kernel, how, inputs)
-        outcome = run(kernel, inputs, workspace=workspace)
-        expected = reference(*inputs.positional())
-        assert 1e-5 < expected.loss < 1e-3
-        # log(1 + 4e-4) of an fp32 sum has an error of 1e-7, whoever computes it
-        check_gradients(outcome, expected, 1e-3)
+@pytest.mark.parametrize("how", ["default", "slab"])
+@pytest.mark.parametrize("size", [8, 10, 12])
+def test_confident_rows_keep_their_gradients(kernel, dev, size, how):
+    """p_y is nearly 1 everywhere: the gradient is what 1 - p_y is, to the few last bits of fp32's 1 that torch's own
+    fp32 cross-entropy loses as well."""
+    weight = torch.linalg.qr(random((64, 64), dtype=torch.float64)).Q.float()
+    inputs = Inputs(size * weight, weight, torch.arange(64)).to(dev)
+    expected = reference(*inputs.positional())
+    tolerance = 1e-5 + 5e-7 / expected.loss.item()
+    assert tolerance < 2e-3
+    outcome = run(kernel, inputs, workspace=workspace_for(kernel, how, inputs))
+    assert relative_error(outcome.loss, expected.loss) <= tolerance
+    check_gradients(outcome, expected, tolerance)
 
 
 # --- the table of inputs: dtypes -------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""Run every Triton kernel on small shapes under compute-sanitizer: memcheck (addresses) and racecheck (shared memory).
+
+    make build && python -m tools.sanitize        # on a machine with an NVIDIA GPU and compute-sanitizer
+
+torch's caching allocator is switched off, so that an access beyond a tensor is one beyond an allocation.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+
+TOOLS = ("memcheck", "racecheck")
+
+
+def exercise() -> None:
+    """Each kernel once or twice: aligned operands (descriptors) and odd ones (pointers), every option somewhere."""
+    import torch
+
+    from benchmarks.peers import load_kernel
+
+    kernel, _ = load_kernel(None)
+
+    def tensors(rows, vocab, hidden_size, dtype):
+        hidden = torch.randn(rows, hidden_size, device="cuda", dtype=dtype, requires_grad=True)
+        weight = torch.randn(vocab, hidden_size, device="cuda", dtype=dtype, requires_grad=True)
+        bias = torch.randn(vocab, device="cuda", dtype=dtype, requires_grad=True)
+        targets = torch.randint(vocab, (rows,), device="cuda")
+        targets[::5] = -100
+        return hidden, weight, targets, bias
+
+    loss, log_probs = kernel.fused_linear_cross_entropy, kernel.fused_linear_log_probs
+    for rows, vocab, hidden_size, dtype in (
+        (150, 1000, 128, torch.bfloat16),
+        (67, 301, 50, torch.bfloat16),
+        (35, 77, 24, torch.float32),
+    ):
+        hidden, weight, targets, bias = tensors(rows, vocab, hidden_size, dtype)
+        loss(hidden, weight, targets, return_metrics=True)[0].backward()
+        class_weight = torch.rand(vocab, device="cuda")
+        options = {"label_smoothing": 0.1, "z_loss": 1e-3, "class_weight": class_weight}
+        loss(hidden, weight, targets, bias, logit_scale=0.7, softcap=9.0, **options).backward()
+        loss(hidden, weight, targets, bias, reduction="none").sum().backward()
+        loss(hidden * 40, weight, targets).backward()  # rows whose exponentials overflow are repaired
+        outputs = ("log_probs", "entropy", "lse", "mean_logits", "log_sum_sq_probs", "is_top1")
+        out = log_probs(hidden, weight, targets, outputs=outputs)
+        (out.log_probs + out.entropy + out.lse).sum().backward()
+        with torch.no_grad():
+            loss(hidden, weight, targets, return_metrics=True)
+    torch.cuda.synchronize()
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tools", default=",".join(TOOLS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--exercise", action="store_true", help="only run the kernels")
+    args = parser.parse_args(argv)
+    if args.exercise:
+        exercise()
+        return 0
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    exercised = [sys.executable, "-m", "tools.sanitize", "--exercise"]
+    worst = 0
+    for tool in args.tools.split(","):
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *exercised]
+        code = subprocess.run(command, env=environment).returncode
+        print(f"{tool}: {'clean' if code == 0 else f'exit code {code}, see above'}", flush=True)
+        worst = max(worst, code)
+    return worst
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
