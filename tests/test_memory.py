@@ -125,7 +125,7 @@ def test_the_recorder_sees_temporaries_inside_operators():
 class TestTorchBackend:
     WAYS = [
         pytest.param({"reduction": "mean"}, id="mean"),
-        pytest.param({"reduction": "sum", "return_metrics": False, "label_smoothing": 0.1, "z_loss": 0.1}, id="smooth"),
+        pytest.param({"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.1}, id="smooth"),
         pytest.param({"reduction": "none"}, id="none"),
         pytest.param({"reduction": "none", "softcap": 5.0, "label_smoothing": 0.1}, id="recomputed"),
         pytest.param({"reduction": "sum", "workspace": 2 * MIB}, id="slabs"),
@@ -172,14 +172,13 @@ class TestTorchBackend:
         assert not run.at_least(3 * MIB)
 
     @pytest.mark.parametrize("dtype", [FP32, BF16])
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[4]])
     @pytest.mark.parametrize("upstream", [1.0, 0.5])
     def test_a_batch_without_targets_makes_nothing_but_the_zero_gradients(self, kernel, dtype, way, upstream):
-        problem = Problem(kernel, 64, 8192, 256, dtype, ignored=64)
+        problem = Problem(kernel, 8, 8192, 256, dtype, ignored=8)
         run = problem.run(upstream=upstream, **way)
         size = problem.weight.numel() * problem.weight.element_size()
-        assert run.at_least(2 * MIB) == [size]  # the gradient itself
-        assert run.extra < MIB
+        assert run.at_least(MIB) == [size]  # the gradient itself
         assert problem.weight.grad.count_nonzero() == 0
 
     def test_memory_follows_the_tokens_that_count(self, kernel):
@@ -187,17 +186,17 @@ class TestTorchBackend:
         dense = Problem(kernel, 64, 8192, 64).run()
         assert sparse.extra < dense.extra + 3 * 4096 * 64 * 4
 
-    WORKSPACES = [0.75, 1, 1.5, 2, 3, 4, 6, 12]  # MiB
+    WORKSPACES = [0.75, 1.5, 3, 4.5, 8]  # MiB
     NEEDS = [(True, True), (True, False), (False, True), (False, False)]
     CALLS = [
         pytest.param({"reduction": "sum"}, id="scalar"),
         pytest.param({"reduction": "none"}, id="token"),
         pytest.param({"reduction": "none", "softcap": 5.0, "label_smoothing": 0.1}, id="exact"),
-        pytest.param({"reduction": "sum", "return_metrics": False, "z_loss": 0.1, "softcap": 5.0}, id="softcap"),
+        pytest.param({"reduction": "sum", "z_loss": 0.1, "softcap": 5.0}, id="softcap"),
     ]
 
     def check_workspaces(self, kernel, call, needs, dtype, ignored, autocast=False):
-        n = 512
+        n = 256
         vectors = 24 * n * 8
         temporaries = 8 * (1 << 16)  # of panels
         used, exceeded = 0, []
@@ -213,22 +212,25 @@ class TestTorchBackend:
             if run.extra > workspace + vectors + temporaries:
                 exceeded.append(f"{mib} MiB: {run.extra / MIB:.2f} MiB")
         assert not exceeded
-        assert used >= 6
+        assert used >= 3
 
     @pytest.mark.parametrize("call", CALLS)
     @pytest.mark.parametrize("needs", NEEDS, ids=str)
-    @pytest.mark.parametrize("ignored", [0, 200])
-    def test_workspace_is_respected(self, kernel, call, needs, ignored):
-        self.check_workspaces(kernel, call, needs, FP32, ignored)
+    def test_workspace_is_respected(self, kernel, call, needs):
+        self.check_workspaces(kernel, call, needs, FP32, ignored=90)
 
-    @pytest.mark.parametrize("call", CALLS[:3])
-    @pytest.mark.parametrize("needs", NEEDS[:2] + NEEDS[3:], ids=str)
+    @pytest.mark.parametrize("call", CALLS[:2])
+    def test_workspace_is_respected_where_all_tokens_count(self, kernel, call):
+        self.check_workspaces(kernel, call, (True, True), FP32, ignored=0)
+
+    @pytest.mark.parametrize("call", CALLS[:2])
+    @pytest.mark.parametrize("needs", [(True, True), (False, False)], ids=str)
     @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
     def test_workspace_is_respected_in_half_precision(self, kernel, monkeypatch, call, needs, autocast):
         """With the backend's own size of the slabs of weight that it upcasts."""
         monkeypatch.undo()
         monkeypatch.setattr(submodule(kernel, "backends.eager"), "_PANEL_BYTES", 1 << 16)
-        self.check_workspaces(kernel, call, needs, FP32 if autocast else BF16, 100, autocast)
+        self.check_workspaces(kernel, call, needs, FP32 if autocast else BF16, 90, autocast)
 
 
 @pytest.mark.slow
@@ -303,7 +305,7 @@ class TestGpu:
         assert max(self.peaks(problem, problem.loss)) < exps + problem.vocab_by_width / 4
 
     def test_a_batch_without_targets_makes_nothing_but_the_zero_gradients(self, kernel, device):
-        problem = self.problem(kernel, device, 2048, 151936, 1024, ignored=2048)
+        problem = self.problem(kernel, device, 16, 151936, 1024, ignored=16)
         for reduction in ("mean", "none"):
             assert max(self.peaks(problem, problem.loss, reduction=reduction)) < 16 * MIB
 

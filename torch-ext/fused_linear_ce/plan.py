@@ -90,8 +90,8 @@ class Call:
         self.backend = backends.choose(device_type, dtype == torch.float64)
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # the chunk's copies of x, one in the accumulation dtype
-        # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not stored,
-        # but leaves a few partial sums for each tile of at least 64 classes.
+        # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
+        # stored, but leaves a few partial sums for each tile of at least 64 classes.
         e_row = backends.padded_vocab(self.backend, vocab) * self.exp
         partials = vocab // 3 if self.backend == "triton" else 0
         self.row = e_row + partials + self.x_row

@@ -102,14 +102,14 @@ class _Launch:
 def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
     """c_i of forward_kernels.py, (R,)."""
     reference = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    rows = 16 if x.device.type == "cpu" else 64
+    rows = 16  # small tiles: a chunk's rows have to fill the device
     weight = head.weight
     fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
         x, weight, x if head.bias is None else head.bias, targets, reference,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
-        ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=32,
+        ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=64 if x.element_size() == 2 else 32,
         SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
         COMPUTE=_TRITON_DTYPE[x.dtype], PRECISION=_precision(x.device, x.dtype), num_warps=4,
     )  # fmt: skip
