@@ -311,6 +311,17 @@ class TestChunks:
         assert x.is_contiguous()
         assert torch.equal(x, hidden.detach()[targets != -100][2:6])
 
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    @pytest.mark.parametrize("workspace", [None, 3000])
+    def test_no_token_has_no_chunk(self, kernel, reduction, workspace):
+        hidden, weight, _, bias = inputs()
+        empty = hidden.detach()[:0].requires_grad_()
+        loss = kernel.fused_linear_cross_entropy(
+            empty, weight, torch.empty(0, dtype=torch.int64), bias, reduction=reduction, workspace=workspace
+        )
+        grads = torch.autograd.grad(loss.sum(), (empty, weight, bias))
+        assert loss.sum() == 0 and all((g == 0).all() for g in grads)
+
     @pytest.mark.parametrize("weighted", [False, True])
     def test_weighted_row_sum(self, kernel, passes, monkeypatch, weighted):
         monkeypatch.setattr(passes, "_SLAB_BYTES", 7 * HIDDEN * 4)

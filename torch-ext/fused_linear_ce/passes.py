@@ -176,8 +176,12 @@ class GradientSink:
         p, head = self.problem, self.problem.head
         a, ratio = _row_factors(c)
         column = p.rows.targets[start:stop].clamp(min=0).unsqueeze(1)
-        e.scatter_(1, column, _target_exps(stats, ratio, head.softcap).to(e.dtype).unsqueeze(1))
-        factor = a * stats.scale * head.logit_scale
+        exact = _target_exps(stats, ratio, head.softcap)
+        rounded = exact.to(e.dtype)
+        e.scatter_(1, column, rounded.unsqueeze(1))
+        # The target's element outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the row
+        # factor takes up its rounding: what the others lose by that is less than what it gains.
+        factor = a * stats.scale * head.logit_scale * torch.where(rounded == 0, 1.0, exact / rounded.to(exact.dtype))
         constant = None if c.d is None else c.d * head.logit_scale
         if self.needs.hidden:
             out = p.new_accumulator(stop - start, x.shape[1])

@@ -1,0 +1,47 @@
+"""Fixtures of the backends' tests."""
+
+import pytest
+import torch
+
+from ..conftest import submodule
+
+
+@pytest.fixture
+def base(kernel):
+    return submodule(kernel, "backends.base")
+
+
+@pytest.fixture
+def coefficients_type(kernel):
+    return submodule(kernel, "loss").Coefficients
+
+
+@pytest.fixture
+def interpreted_bf16(monkeypatch):
+    """Makes Triton's interpreter compute with bf16 as a GPU does.
+
+    It holds bf16 as the integers of its bits; its dot product multiplies these, and its rounding truncates.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    import numpy as np
+    import triton.language as tl
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def widen(operand):
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        return handle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, d, *precision):
+        return dot(self, widen(a), widen(b), d, *precision)
+
+    def cast_impl(self, source, target):
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
+            return handle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        return cast(self, source, target)
+
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)

@@ -1,0 +1,228 @@
+"""The torch backend's six functions against float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from ..conftest import submodule
+from . import reference
+from .reference import FP64, check_forward, make_chunk, relative_error, run_forward
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS, VOCAB, WIDTH = 23, 53, 11
+ALL = (True, True, True, True)
+
+
+@pytest.fixture(params=["whole", "panels and slabs"])
+def eager(kernel, monkeypatch, request):
+    """The backend, also with panels of 3 rows and slabs of 7 classes."""
+    module = submodule(kernel, "backends.eager")
+    if request.param != "whole":
+        monkeypatch.setattr(module, "_PANEL_BYTES", 3 * VOCAB * 4)
+        monkeypatch.setattr(module, "_SLAB_BYTES", 7 * WIDTH * 4)
+    return module
+
+
+def chunk_of(dtype=FP32, **options):
+    """x is held in the accumulation dtype: this backend upcasts."""
+    options.setdefault("x_dtype", FP64 if dtype == FP64 else FP32)
+    return make_chunk(ROWS, VOCAB, WIDTH, dtype=dtype, **options)
+
+
+def new_exps(dtype=FP32, vocab=VOCAB):
+    return torch.empty(ROWS, vocab, dtype=FP64 if dtype == FP64 else FP32)
+
+
+OPTIONS = [
+    {},
+    {"bias": True},
+    {"logit_scale": 0.3},
+    {"softcap": 4.0},
+    {"bias": True, "logit_scale": -1.7, "softcap": 2.0, "class_weight": True},
+]
+
+
+class TestForward:
+    @pytest.mark.parametrize("store", [False, True])
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64])
+    def test_statistics_and_exponentials(self, eager, base, dtype, options, store):
+        exact = {"rtol": 1e-12, "atol": 1e-11} if dtype == FP64 else reference.EXACT
+        exps = new_exps(dtype) if store else None
+        check_forward(eager, base, chunk_of(dtype, **options), base.Wants(*ALL), exps, exact)
+
+    @pytest.mark.parametrize("wants", list(itertools.product((False, True), repeat=4)))
+    def test_only_what_is_asked_for(self, eager, base, wants):
+        check_forward(eager, base, chunk_of(), base.Wants(*wants), new_exps())
+
+    def test_weight_of_another_dtype_is_rounded_to_the_compute_dtype(self, eager, base):
+        chunk = chunk_of(BF16, weight_dtype=FP32, bias=True)
+        assert not torch.equal(chunk.weight, chunk.weight.bfloat16().float())
+        check_forward(eager, base, chunk, base.Wants(*ALL), new_exps())
+
+    @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
+    def test_weight_of_any_strides(self, eager, base, layout):
+        chunk = chunk_of()
+        weight = {
+            "transposed": chunk.weight.t().contiguous().t(),
+            "sliced": torch.stack([chunk.weight, -chunk.weight], 2).flatten(1)[:, ::2],
+            "expanded": chunk.weight[:1].expand(VOCAB, WIDTH),
+        }[layout]
+        check_forward(eager, base, chunk._replace(weight=weight), base.Wants(*ALL[:3]), new_exps())
+
+    @pytest.mark.parametrize("store", [False, True])
+    def test_minus_infinity(self, eager, base, store):
+        chunk = chunk_of(bias=True)
+        chunk.bias[:30] = -torch.inf
+        chunk.bias[50:] = -torch.inf
+        chunk.targets.clamp_(30, 49)
+        wants = base.Wants(entropy=True, log_sum_sq=True, is_top1=True)
+        check_forward(eager, base, chunk, wants, new_exps() if store else None)
+
+    def test_a_class_of_weight_zero_adds_nothing_to_the_sum_also_at_minus_infinity(self, eager, base):
+        chunk = chunk_of(bias=True, class_weight=True)
+        chunk.bias[5:9] = -torch.inf
+        chunk.class_weight[5:9] = 0.0
+        chunk.targets.clamp_(min=9)
+        stats = run_forward(eager, base, chunk, base.Wants(sum_logits=True))
+        expected = reference.statistics(chunk.z, chunk.targets, chunk.class_weight)["sum_logits"]
+        torch.testing.assert_close(stats.sum_logits.to(FP64), expected, rtol=1e-5, atol=1e-3)
+
+    @pytest.mark.parametrize("offset", [1e4, -1e4])
+    def test_a_common_offset_costs_no_digits(self, eager, base, offset):
+        """Of the differences; the logits themselves have the digits that fp32 has at 1e4."""
+        chunk = chunk_of(bias=True)
+        chunk.bias.zero_()
+        chunk.weight.mul_(8).round_().div_(8)
+        chunk.x.mul_(8).round_().div_(8)
+        plain = run_forward(eager, base, chunk, base.Wants(entropy=True, log_sum_sq=True))
+        chunk.bias.fill_(offset)
+        moved = run_forward(eager, base, chunk, base.Wants(entropy=True, log_sum_sq=True))
+        for name in ("log_sum", "target", "entropy", "log_sum_sq"):
+            torch.testing.assert_close(getattr(moved, name), getattr(plain, name), rtol=2e-4, atol=2e-3)
+        torch.testing.assert_close(moved.max - offset, plain.max, rtol=0, atol=2e-3)
+
+    def test_a_row_without_a_class_is_nan_and_no_other(self, eager, base):
+        chunk = chunk_of()
+        expected = run_forward(eager, base, chunk, base.Wants(*ALL), new_exps())
+        poisoned = chunk._replace(targets=chunk.targets.clone())
+        poisoned.targets[[0, 7]] = -1
+        stats = run_forward(eager, base, poisoned, base.Wants(*ALL), new_exps())
+        others = [i for i in range(ROWS) if i not in (0, 7)]
+        for name in ("log_sum", "scale", "entropy", "sum_logits", "log_sum_sq"):
+            value = getattr(stats, name)
+            assert value[[0, 7]].isnan().all(), name
+            assert torch.equal(value[others], getattr(expected, name)[others])
+        assert stats.log_prob[[0, 7]].isnan().all() and stats.lse[[0, 7]].isnan().all()
+        assert not stats.is_top1[[0, 7]].any()
+        assert torch.equal(stats.is_top1[others], expected.is_top1[others])
+
+    def test_nan_stays_in_its_row(self, eager, base):
+        chunk = chunk_of()
+        chunk.x[4, 2] = torch.nan
+        stats = run_forward(eager, base, chunk, base.Wants(*ALL), new_exps())
+        assert stats.log_prob.isnan().tolist() == [i == 4 for i in range(ROWS)]
+        assert not stats.is_top1[4]
+
+    @pytest.mark.parametrize("store", [False, True])
+    def test_the_first_of_equal_maxima_is_the_prediction(self, eager, base, store):
+        chunk = chunk_of()
+        chunk.x.copy_(chunk.x.sign())
+        chunk.weight.copy_(chunk.weight.sign())
+        chunk.weight[[5, 6, 20, 52]] = 2 * torch.ones(WIDTH)
+        chunk.x[:8] = 1.0
+        chunk.targets[:8] = torch.tensor([4, 5, 6, 20, 52, 5, 5, 0])
+        stats = check_forward(eager, base, chunk, base.Wants(is_top1=True), new_exps() if store else None)
+        assert stats.is_top1[:8].tolist() == [False, True, False, False, False, True, True, False]
+
+    def test_one_row_and_one_class(self, eager, base):
+        chunk = make_chunk(1, 1, 3)
+        stats = check_forward(eager, base, chunk, base.Wants(*ALL), torch.empty(1, 1))
+        assert stats.log_prob.item() == 0 and stats.is_top1.item()
+
+
+class TestDlogits:
+    def run(self, eager, base, coefficients_type, chunk, terms):
+        acc = base.accumulation_dtype(chunk.compute_dtype)
+        generator = torch.Generator().manual_seed(3)
+        c = coefficients_type(
+            *(torch.randn(ROWS, generator=generator).to(acc) if name in terms else None for name in "abtd")
+        )
+        stats = run_forward(eager, base, chunk, base.Wants(entropy=True))
+        out = torch.empty(ROWS, VOCAB, dtype=acc)
+        eager.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, c, out)
+        return out, reference.dlogits(chunk, *c)
+
+    @pytest.mark.parametrize("terms", ["at", "abt", "atd", "abtd"])
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
+    def test_every_term(self, eager, base, coefficients_type, dtype, options, terms):
+        out, expected = self.run(eager, base, coefficients_type, chunk_of(dtype, **options), terms)
+        assert relative_error(out, expected) < (1e-12 if dtype == FP64 else 3e-6)
+
+    def test_minus_infinity(self, eager, base, coefficients_type):
+        chunk = chunk_of(bias=True)
+        chunk.bias[:30] = -torch.inf
+        chunk.targets.clamp_(min=30)
+        out, expected = self.run(eager, base, coefficients_type, chunk, "abt")
+        assert relative_error(out, expected) < 3e-6
+        assert (out[:, :30] == 0).all()
+
+    def test_a_slab_of_the_classes(self, eager, base, coefficients_type):
+        """Targets relative to the slab; those of another slab have no column in it."""
+        chunk = chunk_of(bias=True, class_weight=True, softcap=5.0)
+        expected = self.run(eager, base, coefficients_type, chunk, "abtd")[0]
+        stats = run_forward(eager, base, chunk, base.Wants(entropy=True))
+        generator = torch.Generator().manual_seed(3)
+        c = coefficients_type(*(torch.randn(ROWS, generator=generator) for _ in "abtd"))
+        for start, stop in ((0, 20), (20, 21), (21, VOCAB)):
+            out = torch.empty(ROWS, stop - start)
+            head = chunk.head(base).columns(start, stop)
+            eager.dlogits(chunk.x, chunk.targets - start, head, stats, c, out)
+            torch.testing.assert_close(out, expected[:, start:stop], rtol=1e-5, atol=1e-6)
+
+    def test_a_confident_target_keeps_its_digits(self, eager, base, coefficients_type):
+        """p_y - 1 for p_y = 1 - 1e-6, from the row's own log-probability."""
+        chunk = reference.Chunk(
+            torch.tensor([[1.0]]), torch.tensor([0]), torch.tensor([[13.8155105579642740], [0.0]])
+        )
+        stats = run_forward(eager, base, chunk, base.Wants())
+        out = torch.empty(1, 2)
+        one = torch.ones(1)
+        eager.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, coefficients_type(one, None, -one, None), out)
+        assert out[0, 0].item() == pytest.approx(torch.expm1(stats.log_prob.double()).item(), rel=1e-6)
+        assert out[0, 1].item() == pytest.approx(1e-6, rel=1e-5)
+
+
+class TestGradients:
+    @pytest.mark.parametrize("accumulate", [False, True])
+    @pytest.mark.parametrize("dtype, weight_dtype", [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP64, FP64)])
+    def test_grad_hidden(self, eager, accumulate, dtype, weight_dtype):
+        acc = FP64 if dtype == FP64 else FP32
+        e = torch.randn(ROWS, VOCAB + 3, dtype=acc)[:, :VOCAB]
+        weight = torch.randn(VOCAB, WIDTH).to(weight_dtype)
+        out = torch.randn(ROWS, WIDTH, dtype=acc) if accumulate else torch.full((ROWS, WIDTH), torch.nan, dtype=acc)
+        expected = e.to(FP64) @ weight.to(dtype).to(FP64) + (out.to(FP64) if accumulate else 0)
+        eager.grad_hidden(e, weight, dtype, out, accumulate)
+        assert relative_error(out, expected) < 1e-6
+
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_grad_weight(self, eager, accumulate):
+        e, x = torch.randn(ROWS, VOCAB + 3)[:, :VOCAB], torch.randn(ROWS, WIDTH)
+        out = torch.randn(VOCAB, WIDTH) if accumulate else torch.full((VOCAB, WIDTH), torch.nan)
+        expected = e.to(FP64).T @ x.to(FP64) + (out.to(FP64) if accumulate else 0)
+        eager.grad_weight(e, x, out, accumulate)
+        assert relative_error(out, expected) < 1e-6
+
+    def test_grad_bias_adds_to_what_is_there(self, eager):
+        e, scale, out = torch.randn(ROWS, VOCAB + 3)[:, :VOCAB], torch.randn(ROWS), torch.randn(VOCAB)
+        expected = out.to(FP64) + e.to(FP64).T @ scale.to(FP64)
+        eager.grad_bias(e, scale, out)
+        assert relative_error(out, expected) < 1e-6
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+    def test_scale_rounds_once(self, eager, dtype):
+        source, out = torch.randn(5, 7), torch.empty(5, 7, dtype=dtype)
+        eager.scale(source, torch.tensor(0.3), out)
+        assert torch.equal(out, (source * torch.tensor(0.3)).to(dtype))

@@ -1,0 +1,856 @@
+"""The Triton backend against float64: tiny shapes under Triton's interpreter, larger ones where there is a GPU."""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ..conftest import submodule
+
+pytest.importorskip("triton")
+import triton
+
+from . import reference
+from .reference import FP64, check_forward, make_chunk, relative_error, run_forward
+
+# The interpreter's arithmetic is numpy's, which warns of the NaN and inf that these tests provoke.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:numpy"),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALF = [BF16, FP16]
+STORED = {"rtol": 2**-8, "atol": 1e-7}  # scale * E, with E in bf16
+
+
+class Where(NamedTuple):
+    device: str
+    rows: int
+    vocab: int  # beyond the classes that the reference is made from, and not a whole number of tiles
+    width: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def chunk(self, dtype=FP32, **options):
+        return make_chunk(self.rows, self.vocab, self.width, dtype=dtype, device=self.device, **options)
+
+    def exps(self, dtype=FP32, rows=None, vocab=None) -> torch.Tensor:
+        """E's buffer as passes.py makes it: rows of whole 64 elements."""
+        vocab = vocab or self.vocab
+        kind = FP32 if dtype == FP32 else BF16
+        return torch.empty(rows or self.rows, -(-vocab // 64) * 64, dtype=kind, device=self.device)[:, :vocab]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request, device, interpreted_bf16) -> Where:
+    if request.param == "gpu":
+        return Where(device, 261, 1031, 72)
+    if device != "cpu":
+        pytest.skip("this machine has a GPU, so Triton compiles the kernels for it")
+    return Where("cpu", 19, 150, 24)
+
+
+@pytest.fixture
+def backend(kernel):
+    return submodule(kernel, "backends.triton")
+
+
+@pytest.fixture
+def forced(kernel, monkeypatch):
+    """The public functions with this backend, whatever the device."""
+    backends = submodule(kernel, "backends")
+    monkeypatch.setattr(backends, "choose", lambda device_type, float64: "eager" if float64 else "triton")
+    return kernel
+
+
+@pytest.fixture
+def launches(backend, monkeypatch):
+    """The launches of the GEMM kernels, as they were set up."""
+    made = []
+
+    class Launch(backend._Launch):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(backend, "_Launch", Launch)
+    return made
+
+
+OPTIONS = [
+    {},
+    {"bias": True, "class_weight": True},
+    {"logit_scale": -0.3, "softcap": 4.0},
+    {"bias": True, "logit_scale": 1.7, "softcap": 9.0, "class_weight": True},
+]
+ALL = (True, True, True, True)
+
+
+class TestForward:
+    @pytest.mark.parametrize("store", [False, True])
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    def test_statistics_and_exponentials(self, where, backend, base, dtype, options, store):
+        exps = where.exps(dtype) if store else None
+        close = {} if dtype == FP32 else {"exps_tolerance": STORED}
+        check_forward(backend, base, where.chunk(dtype, **options), base.Wants(*ALL), exps, **close)
+
+    @pytest.mark.parametrize("wants", [c for c in itertools.product((False, True), repeat=4) if sum(c) < 2])
+    def test_only_what_is_asked_for(self, where, backend, base, wants):
+        for exps in (None, where.exps()):
+            check_forward(backend, base, where.chunk(), base.Wants(*wants), exps)
+
+    @pytest.mark.parametrize("vocab, width", [(1, 1), (3, 1), (33, 7), (97, 16), (128, 13), (64, 40)])
+    def test_odd_sizes(self, where, backend, base, vocab, width):
+        """Rows, classes and widths that fill no tile; a vocabulary smaller than the reference's classes."""
+        for rows, store in ((1, True), (17, False), (17, True)):
+            chunk = make_chunk(rows, vocab, width, device=where.device, bias=True)
+            exps = where.exps(rows=rows, vocab=vocab) if store else None
+            check_forward(backend, base, chunk, base.Wants(*ALL), exps)
+
+    def test_no_row(self, where, backend, base):
+        chunk = where.chunk()
+        chunk = chunk._replace(x=chunk.x[:0], targets=chunk.targets[:0])
+        stats = run_forward(backend, base, chunk, base.Wants(*ALL), where.exps()[:0])
+        assert stats.max.numel() == 0
+
+    @pytest.mark.parametrize("first, last", [(0, 64), (40, 150), (0, 128), (7, 8)])
+    @pytest.mark.parametrize("store", [False, True])
+    def test_classes_at_minus_infinity(self, where, backend, base, first, last, store):
+        """A few of a tile, a whole tile, the first tiles, the last ones, all that the reference looks at."""
+        chunk = where.chunk(bias=True)
+        last = where.vocab if last == 150 else last
+        chunk.bias[first:last] = -torch.inf
+        masked = (chunk.targets >= first) & (chunk.targets < last)
+        chunk.targets[masked] = where.vocab - 1 if last < where.vocab else 0
+        wants = base.Wants(entropy=True, log_sum_sq=True, is_top1=True)
+        stats = check_forward(backend, base, chunk, wants, where.exps() if store else None)
+        assert stats.log_sum.isfinite().all()
+
+    @pytest.mark.parametrize("store", [False, True])
+    def test_a_masked_target(self, where, backend, base, store):
+        """Its log-probability is -inf; the row's other statistics are what they are."""
+        chunk = where.chunk(bias=True)
+        chunk.targets[2] = 5
+        chunk.bias[5] = -torch.inf
+        chunk.targets[3:][chunk.targets[3:] == 5] = 6
+        exps = where.exps() if store else None
+        stats = run_forward(backend, base, chunk, base.Wants(entropy=True, is_top1=True), exps)
+        assert stats.log_prob[2].item() == -torch.inf
+        assert not stats.is_top1[2]
+        expected = reference.statistics(chunk.z, chunk.targets)
+        for name in ("max", "log_sum", "entropy"):
+            torch.testing.assert_close(getattr(stats, name).to(FP64), expected[name], **reference.EXACT)
+
+    @pytest.mark.parametrize("store", [False, True])
+    def test_a_row_of_minus_infinity_is_nan(self, where, backend, base, store):
+        chunk = where.chunk(bias=True)
+        chunk.bias.fill_(-torch.inf)
+        stats = run_forward(backend, base, chunk, base.Wants(entropy=True), where.exps() if store else None)
+        assert stats.log_prob.isnan().all()
+        assert stats.entropy.isnan().all()
+
+    @pytest.mark.parametrize("store", [False, True])
+    def test_a_row_without_a_class_is_nan_and_no_other(self, where, backend, base, store):
+        exps = where.exps() if store else None
+        chunk = where.chunk()
+        expected = run_forward(backend, base, chunk, base.Wants(*ALL), exps)
+        poisoned = chunk._replace(targets=chunk.targets.clone())
+        poisoned.targets[[0, 7]] = -1
+        stats = run_forward(backend, base, poisoned, base.Wants(*ALL), exps)
+        others = [i for i in range(where.rows) if i not in (0, 7)]
+        names = ["log_sum", "entropy", "sum_logits", "log_sum_sq"] + ["scale"] * store
+        for name in names:
+            value = getattr(stats, name)
+            assert value[[0, 7]].isnan().all(), name
+            assert torch.equal(value[others], getattr(expected, name)[others])
+        assert stats.log_prob[[0, 7]].isnan().all() and stats.lse[[0, 7]].isnan().all()
+        assert not stats.is_top1[[0, 7]].any()
+        assert torch.equal(stats.is_top1[others], expected.is_top1[others])
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("store", [False, True])
+    def test_nan_and_infinity_stay_in_their_row(self, where, backend, base, store, value):
+        chunk = where.chunk()
+        exps = where.exps() if store else None
+        expected = run_forward(backend, base, chunk, base.Wants(*ALL), exps)
+        chunk.x[4, 2] = value
+        stats = run_forward(backend, base, chunk, base.Wants(*ALL), exps)
+        assert stats.log_prob.isnan().tolist() == [i == 4 for i in range(where.rows)]
+        assert not stats.is_top1[4]
+        others = [i for i in range(where.rows) if i != 4]
+        for name in ("log_sum", "target", "entropy"):
+            torch.testing.assert_close(getattr(stats, name)[others], getattr(expected, name)[others])
+
+    @pytest.mark.parametrize("store", [False, True])
+    def test_the_first_of_equal_maxima_is_the_prediction(self, where, backend, base, store):
+        """Ties within a tile and across tiles, in exact arithmetic."""
+        chunk = where.chunk()
+        chunk.x.copy_(chunk.x.sign())
+        chunk.weight.copy_(chunk.weight.sign())
+        last = where.vocab - 1
+        chunk.weight[[5, 6, 40, last]] = 2.0
+        chunk.x[:8] = 1.0
+        chunk.targets[:8] = torch.tensor([4, 5, 6, 40, last, 5, 5, 0])
+        stats = check_forward(backend, base, chunk, base.Wants(is_top1=True), where.exps() if store else None)
+        assert stats.is_top1[:8].tolist() == [False, True, False, False, False, True, True, False]
+        chunk.weight[[5, 6]] = 0.0
+        stats = check_forward(backend, base, chunk, base.Wants(is_top1=True), where.exps() if store else None)
+        assert stats.is_top1[:8].tolist() == [False, False, False, True, False, False, False, False]
+
+    @pytest.mark.parametrize("offset", [1e4, -1e4])
+    @pytest.mark.parametrize("store", [False, True])
+    def test_a_common_offset_costs_no_digits(self, where, backend, base, store, offset):
+        chunk = where.chunk(bias=True)
+        chunk.bias.zero_()
+        chunk.weight.mul_(8).round_().div_(8)
+        chunk.x.mul_(8).round_().div_(8)
+        exps = where.exps() if store else None
+        plain = run_forward(backend, base, chunk, base.Wants(entropy=True, log_sum_sq=True), exps)
+        chunk.bias.fill_(offset)
+        moved = run_forward(backend, base, chunk, base.Wants(entropy=True, log_sum_sq=True), exps)
+        for name in ("log_sum", "target", "entropy", "log_sum_sq"):
+            torch.testing.assert_close(getattr(moved, name), getattr(plain, name), rtol=2e-4, atol=2e-3)
+
+    @pytest.mark.parametrize("softcap", [0.5, 30.0])
+    @pytest.mark.parametrize("dtype, relative", [(FP32, 2e-6), (FP16, None)])
+    def test_tanh(self, where, backend, base, dtype, relative, softcap):
+        """z alone, from a vocabulary of one class: to a few ulp for fp32, absolutely to 1e-6 for half precision."""
+        ratio = torch.cat([torch.logspace(-6, 2, 60), torch.linspace(0.14, 0.16, 20), torch.tensor([0.0, 1e3])])
+        x = (torch.cat([ratio, -ratio]) * softcap).to(where.device, dtype)[:, None]
+        weight = torch.ones(1, 1, dtype=dtype, device=where.device)
+        targets = torch.zeros(x.shape[0], dtype=torch.int64, device=where.device)
+        chunk = reference.Chunk(x, targets, weight, softcap=softcap, compute_dtype=dtype)
+        stats = run_forward(backend, base, chunk, base.Wants())
+        expected = chunk.z[:, 0]
+        close = {"rtol": relative, "atol": 0} if relative else {"rtol": 0, "atol": 1e-6 * softcap}
+        torch.testing.assert_close(stats.max.to(FP64), expected, **close)
+
+
+class TestOperands:
+    """Which way the operands are read."""
+
+    def test_aligned_operands_are_read_through_descriptors(self, where, backend, base, launches):
+        dtype = FP32 if not where.on_gpu else BF16
+        check_forward(backend, base, where.chunk(dtype), base.Wants(), where.exps(dtype), exps_tolerance=STORED)
+        tuning = submodule_of(backend, "tuning")
+        assert launches[-1].tiles.descriptors == tuning.has_descriptors(torch.device(where.device))
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    @pytest.mark.parametrize("layout", ["transposed", "sliced", "misaligned", "expanded", "odd width"])
+    def test_other_layouts_through_pointers(self, where, backend, base, launches, layout, dtype):
+        chunk = where.chunk(dtype)
+        weight = chunk.weight
+        if layout == "transposed":
+            weight = weight.t().contiguous().t()
+        elif layout == "sliced":
+            weight = torch.stack([weight, -weight], 2).flatten(1)[:, ::2]
+        elif layout == "misaligned":
+            weight = torch.nn.functional.pad(weight, (1, 0)).flatten()[1:].as_strided(
+                weight.shape, (weight.shape[1] + 1, 1)
+            )  # fmt: skip
+        elif layout == "expanded":
+            weight = weight[:1].expand(where.vocab, -1)
+        else:
+            weight, chunk = weight[:, :-1].contiguous(), chunk._replace(x=chunk.x[:, :-1].contiguous())
+        chunk = chunk._replace(weight=weight)
+        wants = base.Wants(*ALL[:3], layout != "expanded")
+        for exps in (None, where.exps(dtype)):
+            check_forward(backend, base, chunk, wants, exps, exps_tolerance=STORED if dtype == BF16 else None)
+        assert not any(launch.tiles.descriptors for launch in launches)
+
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_a_weight_of_another_dtype_is_rounded_on_the_way_in(self, where, backend, base, dtype):
+        chunk = where.chunk(dtype, weight_dtype=FP32, bias=True)
+        assert not torch.equal(chunk.weight, chunk.weight.to(dtype).to(FP32))
+        for exps in (None, where.exps(dtype)):
+            check_forward(backend, base, chunk, base.Wants(*ALL), exps, exps_tolerance=STORED)
+
+    @pytest.mark.parametrize("aligned", [False, True])
+    def test_describable(self, backend, aligned):
+        x = torch.zeros(4, 16, dtype=BF16)
+        assert backend._describable(x)
+        assert not backend._describable(x.t())
+        assert not backend._describable(x[:, 1:])  # misaligned
+        assert not backend._describable(x[:, ::2])
+        assert not backend._describable(x[:1].expand(4, 16))
+        assert not backend._describable(torch.zeros(4, 12, dtype=BF16))
+        assert backend._describable(torch.zeros(4, 12))
+        assert backend._describable(x[:, 8:])
+
+
+def submodule_of(module, name):
+    return __import__(f"{module.__name__}.{name}", fromlist=["_"])
+
+
+def overflowing(where, dtype, rows, above=100.0):
+    """A chunk in which a late class of some rows lies `above` nats over the reference's classes and the target.
+
+    A row direction that no weight but that class's has: the row's other logits stay as they were.
+    """
+    chunk = where.chunk(dtype)
+    late = where.vocab - 3
+    chunk.weight[:, 0] = 0.0
+    chunk.weight[late] = 0.0
+    chunk.weight[late, 0] = 16.0
+    chunk.x[:, 0] = 0.0
+    chunk.targets[chunk.targets == late] = 0
+    others = chunk.z.max(1).values
+    for row in rows:
+        chunk.x[row, 0] = ((above + others[row]) / 16).to(dtype)
+    return chunk
+
+
+class TestRepair:
+    """Rows whose exponentials, taken relative to the reference, overflow."""
+
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    @pytest.mark.parametrize("above", [55.0, 70.0, 100.0, 300.0])
+    def test_statistics_and_exponentials(self, where, backend, base, dtype, above):
+        chunk = overflowing(where, dtype, (0, 5, where.rows - 1), above)
+        close = {"exps_tolerance": STORED} if dtype != FP32 else {}
+        wants = base.Wants(entropy=True, sum_logits=True, is_top1=True)
+        check_forward(backend, base, chunk, wants, where.exps(dtype), **close)
+
+    @pytest.mark.parametrize("above", [25.0, 40.0, 50.0, 70.0])
+    def test_squares_overflow_earlier(self, where, backend, base, above):
+        chunk = overflowing(where, FP32, (1, 2), above)
+        check_forward(backend, base, chunk, base.Wants(log_sum_sq=True), where.exps())
+
+    @pytest.mark.parametrize("softcap", [80.0, 200.0])
+    def test_with_a_softcap(self, where, backend, base, softcap):
+        chunk = overflowing(where, FP32, (3, 4), 150.0)._replace(softcap=softcap)
+        check_forward(backend, base, chunk, base.Wants(entropy=True), where.exps())
+
+    def test_all_rows(self, where, backend, base):
+        chunk = overflowing(where, FP32, range(where.rows))
+        check_forward(backend, base, chunk, base.Wants(*ALL), where.exps())
+
+    def test_rows_that_are_not_marked_keep_their_reference(self, where, backend, base):
+        expected = run_forward(backend, base, overflowing(where, FP32, ()), base.Wants(), where.exps())
+        stats = run_forward(backend, base, overflowing(where, FP32, (0,)), base.Wants(), where.exps())
+        assert torch.equal(stats.scale[1:], expected.scale[1:])
+        assert torch.equal(stats.log_sum[1:], expected.log_sum[1:])
+
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_gradients(self, where, forced, dtype, reduction):
+        chunk = overflowing(where, dtype, (0, 5, 6))
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        loss = forced.fused_linear_cross_entropy(*tensors, chunk.targets, reduction=reduction)
+        upstream = torch.linspace(0.5, 1.5, loss.numel(), device=where.device).reshape(loss.shape)
+        exact = [t.detach().to(FP64).requires_grad_() for t in tensors]
+        expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, chunk.targets, reduction=reduction)
+        torch.testing.assert_close(loss.to(FP64), expected, rtol=1e-5, atol=1e-5)
+        grads = torch.autograd.grad(loss, tensors, upstream)
+        for g, e in zip(grads, torch.autograd.grad(expected, exact, upstream.to(FP64))):
+            assert relative_error(g, e) < (1e-5 if dtype == FP32 else 3.5e-3)
+
+
+class TestDlogits:
+    def run(self, where, backend, base, coefficients_type, chunk, terms):
+        generator = torch.Generator().manual_seed(3)
+        rows = chunk.x.shape[0]
+        c = coefficients_type(
+            *(torch.randn(rows, generator=generator).to(where.device) if name in terms else None for name in "abtd")
+        )
+        stats = run_forward(backend, base, chunk, base.Wants(entropy=True))
+        out = where.exps(chunk.compute_dtype)
+        out.fill_(torch.nan)
+        backend.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, c, out)
+        return out, reference.dlogits(chunk, *c)
+
+    @pytest.mark.parametrize("terms", ["at", "abtd"])
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    def test_every_term(self, where, backend, base, coefficients_type, dtype, options, terms):
+        out, expected = self.run(where, backend, base, coefficients_type, where.chunk(dtype, **options), terms)
+        assert out.isfinite().all()
+        assert relative_error(out, expected) < (3e-6 if dtype == FP32 else 3e-3)
+
+    @pytest.mark.parametrize("terms", ["abt", "atd"])
+    def test_each_term_alone(self, where, backend, base, coefficients_type, terms):
+        out, expected = self.run(where, backend, base, coefficients_type, where.chunk(class_weight=True), terms)
+        assert relative_error(out, expected) < 3e-6
+
+    def test_through_pointers(self, where, backend, base, coefficients_type, launches):
+        chunk = where.chunk(BF16, weight_dtype=FP32, bias=True, softcap=6.0)
+        chunk = chunk._replace(weight=chunk.weight.t().contiguous().t())
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "abtd")
+        assert relative_error(out, expected) < 3e-3
+        assert not launches[-1].tiles.descriptors
+
+    def test_minus_infinity(self, where, backend, base, coefficients_type):
+        chunk = where.chunk(bias=True)
+        chunk.bias[:70] = -torch.inf
+        chunk.targets.clamp_(min=70)
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "abt")
+        assert relative_error(out, expected) < 3e-6
+        assert (out[:, :70] == 0).all()
+
+    def test_a_slab_of_the_classes(self, where, backend, base, coefficients_type):
+        """Targets relative to the slab; those of another slab have no column in it."""
+        chunk = where.chunk(bias=True, class_weight=True, softcap=5.0)
+        expected = reference.dlogits(chunk, *self.ones(where, coefficients_type))
+        stats = run_forward(backend, base, chunk, base.Wants(entropy=True))
+        for start, stop in ((0, 64), (64, 97), (97, where.vocab)):
+            out = where.exps(vocab=stop - start)
+            head = chunk.head(base).columns(start, stop)
+            backend.dlogits(chunk.x, chunk.targets - start, head, stats, self.ones(where, coefficients_type), out)
+            assert relative_error(out, expected[:, start:stop]) < 3e-6
+
+    def ones(self, where, coefficients_type):
+        values = torch.linspace(0.5, 1.5, where.rows, device=where.device)
+        return coefficients_type(values, -values, values.flip(0), 0.1 * values)
+
+    def test_a_confident_target_keeps_its_digits(self, where, backend, base, coefficients_type):
+        device = where.device
+        weight = torch.tensor([[13.8155105579642740], [0.0]], device=device)
+        targets = torch.zeros(1, dtype=torch.int64, device=device)
+        chunk = reference.Chunk(torch.ones(1, 1, device=device), targets, weight)
+        stats = run_forward(backend, base, chunk, base.Wants())
+        out, one = where.exps(rows=1, vocab=2), torch.ones(1, device=device)
+        c = coefficients_type(one, None, -one, None)
+        backend.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, c, out)
+        assert out[0, 0].item() == pytest.approx(torch.expm1(stats.log_prob.double()).item(), rel=1e-5)
+        assert out[0, 1].item() == pytest.approx(1e-6, rel=1e-4)
+
+
+class TestSmallKernels:
+    SHAPES = [(37, 19, 53), (16, 16, 16), (1, 1, 1), (5, 40, 3), (33, 70, 17)]
+
+    @pytest.mark.parametrize("m, n, k", SHAPES)
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_matmul_of_any_strides(self, where, backend, m, n, k, dtype, accumulate):
+        size, depth = (64, 32) if where.on_gpu else (16, 16)
+
+        def new(rows, columns, kind):
+            return torch.randn(rows, columns, device=where.device).to(kind)
+
+        operands = [
+            (new(m, k, dtype), new(k, n, dtype)),
+            (new(k, m, dtype).t(), new(k, n, dtype)),
+            (new(m, 2 * k, dtype)[:, ::2], new(n, k, dtype).t()),
+        ]
+        for a, b in operands:
+            out = new(m, n + 3, FP32)[:, :n]
+            if not accumulate:
+                out.fill_(torch.nan)
+            expected = a.to(FP64) @ b.to(FP64) + (out.to(FP64) if accumulate else 0)
+            row_tiles, column_tiles = triton.cdiv(m, size), triton.cdiv(n, size)
+            backend.bwd.matmul_kernel[(row_tiles * column_tiles,)](
+                a, b, out, m, n, k, row_tiles, column_tiles,
+                a.stride(0), a.stride(1), b.stride(0), b.stride(1), out.stride(0),
+                ROWS=size, COLUMNS=size, DEPTH=depth, GROUP=2, ACCUMULATE=accumulate,
+            )  # fmt: skip
+            torch.testing.assert_close(out.to(FP64), expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_gradient_gemms(self, where, backend, dtype, accumulate):
+        rows, vocab, width = where.rows, where.vocab, where.width
+        e = where.exps(dtype)
+        e.copy_(torch.randn(rows, vocab))
+        x = torch.randn(rows, width, device=where.device).to(dtype)
+        weight = torch.randn(vocab, width, device=where.device).to(dtype)
+        start = torch.nan if not accumulate else 1.5
+        for out, expected, function in (
+            (torch.full((rows, width), start), e.to(FP64) @ weight.to(FP64),
+             lambda out: backend.grad_hidden(e, weight, dtype, out, accumulate)),
+            (torch.full((vocab, width), start), e.to(FP64).T @ x.to(FP64),
+             lambda out: backend.grad_weight(e, x, out, accumulate)),
+        ):  # fmt: skip
+            out = out.to(where.device)
+            function(out)
+            assert relative_error(out, expected + (start if accumulate else 0)) < 1e-6
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    def test_column_sums_add_to_what_is_there(self, where, backend, dtype):
+        e = where.exps(dtype)
+        e.copy_(torch.randn(where.rows, where.vocab))
+        scale, out = (torch.randn(n, device=where.device) for n in (where.rows, where.vocab))
+        expected = out.to(FP64) + e.to(FP64).T @ scale.to(FP64)
+        backend.grad_bias(e, scale, out)
+        assert relative_error(out, expected) < 1e-6
+        backend.grad_bias(e[:0], scale[:0], out)
+        assert relative_error(out, expected) < 1e-6
+
+    def test_column_sums_of_a_slice_of_the_classes(self, where, backend):
+        """out is a view: nothing beside it may be written."""
+        e, out = where.exps(), torch.zeros(where.vocab, device=where.device)
+        e.fill_(1.0)
+        backend.grad_bias(e[:, 3:40], torch.ones(where.rows, device=where.device), out[3:40])
+        assert (out[3:40] == where.rows).all()
+        assert out.sum() == 37 * where.rows
+
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 3000])
+    @pytest.mark.parametrize("factor", [0.3, 0.0, torch.nan])
+    def test_scale_rounds_once(self, where, backend, dtype, size, factor):
+        source, out = torch.randn(size, device=where.device), torch.empty(size, dtype=dtype, device=where.device)
+        factor = torch.tensor(factor, device=where.device)
+        backend.scale(source, factor, out)
+        torch.testing.assert_close(out, (source * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize("rows, columns, group", [(1, 1, 8), (5, 7, 2), (8, 3, 4), (3, 4, 8)])
+    def test_tile_order_visits_every_tile_once(self, where, backend, rows, columns, group):
+        seen = torch.zeros(rows, columns, dtype=torch.int32, device=where.device)
+        _visit[(rows * columns,)](seen, rows, columns, ORDER=backend.fwd.tile_order, GROUP=group)
+        assert (seen == 1).all()
+
+
+@triton.jit
+def _visit(seen, rows, columns, ORDER: triton.language.constexpr, GROUP: triton.language.constexpr):
+    row, column = ORDER(triton.language.program_id(0), rows, columns, GROUP)
+    triton.language.atomic_add(seen + row * columns + column, 1)
+
+
+class Case(NamedTuple):
+    """A call of the public function, and what its plan must look like; a workspace is looked for that makes it so."""
+
+    options: dict
+    bias: bool = False
+    weighted: bool = False
+    plan: Callable = None
+
+    def workspace(self, kernel, where, dtype, weight_dtype, tensor_dtype):
+        if self.plan is None:
+            return None
+        options = self.options
+        row_scaled = not (options.get("label_smoothing") and options.get("softcap"))
+        for workspace in (int(5000 * 1.03**i) for i in range(400)):
+            try:
+                plan = kernel.plan(
+                    where.rows, where.vocab, where.width, dtype, hidden_dtype=tensor_dtype, weight_dtype=weight_dtype,
+                    device_type=where.device, needs=(True, True, self.bias), row_scaled=row_scaled,
+                    upstream="token" if options.get("reduction") == "none" else "scalar", workspace=workspace,
+                )  # fmt: skip
+            except ValueError:
+                continue
+            if plan.gradients == "backward" and self.plan(plan):
+                return workspace
+        raise AssertionError(f"no workspace gives the plan of {self}")
+
+
+CASES = {
+    "plain": Case({}),
+    "everything": Case(
+        {"logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}, bias=True, weighted=True
+    ),
+    "softcap": Case({"softcap": 5.0, "z_loss": 0.01}, bias=True),
+    "kept": Case({"reduction": "none", "label_smoothing": 0.1}, bias=True, weighted=True),
+    "kept and recomputed": Case(
+        {"reduction": "none"}, bias=True, plan=lambda p: 16 <= p.kept_rows <= p.n_tokens - 8 and p.slab == p.vocab
+    ),
+    "recomputed": Case({"reduction": "none", "softcap": 5.0, "label_smoothing": 0.1}, bias=True, weighted=True),
+    "slabs": Case(
+        {"label_smoothing": 0.1, "softcap": 5.0}, bias=True, weighted=True, plan=lambda p: 30 < p.slab < p.vocab - 30
+    ),
+}
+
+
+def float64_loss(hidden, weight, bias, targets, options, class_weight, token_weight):
+    """fused_linear_cross_entropy in float64 and torch operations."""
+    valid = targets != -100
+    z = hidden[valid] @ weight.T
+    if bias is not None:
+        z = z + bias
+    z = z * options.get("logit_scale", 1.0)
+    softcap = options.get("softcap")
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    losses = torch.nn.functional.cross_entropy(
+        z, targets[valid], class_weight, reduction="none", label_smoothing=options.get("label_smoothing", 0.0)
+    )
+    losses = losses + options.get("z_loss", 0.0) * torch.logsumexp(z, 1) ** 2
+    losses = losses if token_weight is None else losses * token_weight[valid]
+    reduction = options.get("reduction", "mean")
+    if reduction == "none":
+        return torch.zeros_like(targets, dtype=FP64).masked_scatter(valid, losses)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (valid.sum() if class_weight is None else class_weight[targets[valid]].sum())
+
+
+class TestPublicFunctions:
+    """Forward and backward through the operators with this backend, against float64."""
+
+    def compare(self, where, forced, case, dtype, weight_dtype=None, autocast=None, change=lambda *t: t):
+        options = dict(case.options)
+        if case is CASES["kept and recomputed"] and not where.on_gpu:
+            where = where._replace(rows=45)
+        workspace = case.workspace(forced, where, autocast or dtype, weight_dtype or dtype, dtype)
+        chunk = where.chunk(dtype, weight_dtype=weight_dtype, bias=case.bias, class_weight=case.weighted)
+        targets = chunk.targets.clone()
+        targets[[2, 3, 11]] = -100
+        hidden, weight, bias = change(chunk.x, chunk.weight, chunk.bias)
+        tensors = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+        token_weight = torch.linspace(0, 2, where.rows, device=where.device) if case.weighted else None
+        with torch.autocast(where.device, autocast or FP16, enabled=autocast is not None):
+            loss = forced.fused_linear_cross_entropy(
+                hidden, weight, targets, bias, **options, class_weight=chunk.class_weight, token_weight=token_weight,
+                workspace=workspace,
+            )  # fmt: skip
+        exact = [(t if autocast is None else t.to(autocast)).detach().to(FP64).requires_grad_() for t in tensors]
+        weights = [None if t is None else t.to(FP64) for t in (chunk.class_weight, token_weight)]
+        expected = float64_loss(*exact, *[None] * (3 - len(exact)), targets, options, *weights)
+        upstream = torch.linspace(0.5, 1.5, loss.numel(), device=where.device).reshape(loss.shape)
+        torch.testing.assert_close(loss.to(FP64), expected, rtol=2e-5, atol=1e-5)
+        grads = torch.autograd.grad(loss, tensors, upstream)
+        limit = 1e-5 if autocast is None and dtype == FP32 else 3.5e-3
+        for tensor, g, e in zip(tensors, grads, torch.autograd.grad(expected, exact, upstream.to(FP64))):
+            assert g.dtype == tensor.dtype
+            assert relative_error(g, e) < limit
+
+    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    def test_cases(self, where, forced, name, dtype):
+        self.compare(where, forced, CASES[name], dtype)
+
+    @pytest.mark.parametrize("name", ["plain", "kept and recomputed", "slabs"])
+    def test_fp16(self, where, forced, name):
+        self.compare(where, forced, CASES[name], FP16)
+
+    @pytest.mark.parametrize("name", ["plain", "recomputed", "slabs"])
+    @pytest.mark.parametrize("autocast", HALF)
+    def test_fp32_parameters_under_autocast(self, where, forced, name, autocast):
+        self.compare(where, forced, CASES[name], FP32, autocast=autocast)
+
+    @pytest.mark.parametrize("name", ["everything", "kept", "slabs"])
+    @pytest.mark.parametrize("layout", ["transposed", "every other", "expanded bias"])
+    def test_strided_tensors(self, where, forced, name, layout):
+        """hidden, weight and bias (and the case's class weights) of any strides."""
+
+        def change(hidden, weight, bias):
+            if layout == "transposed":
+                return hidden.t().contiguous().t(), weight.t().contiguous().t(), bias
+            if layout == "every other":
+                return [torch.stack([t, t + 1], -1)[..., 0].detach() for t in (hidden, weight, bias)]
+            return hidden, weight, bias[:1].detach().expand(where.vocab)
+
+        self.compare(where, forced, CASES[name], FP32, change=change)
+
+    @pytest.mark.parametrize("name", ["everything", "kept", "slabs"])
+    def test_strided_class_weights(self, where, forced, monkeypatch, name):
+        make = Where.chunk
+
+        def chunk(self, *args, **options):
+            made = make(self, *args, **options)
+            return made._replace(class_weight=torch.stack([made.class_weight, made.class_weight + 1], 1)[:, 0])
+
+        monkeypatch.setattr(Where, "chunk", chunk)
+        self.compare(where, forced, CASES[name], FP32)
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    def test_log_probs_and_their_gradients(self, where, forced, dtype):
+        names = ("log_probs", "entropy", "lse", "mean_logits", "log_sum_sq_probs", "is_top1")
+        chunk = where.chunk(dtype)
+        targets = chunk.targets.clone()
+        targets[4] = -100
+        valid = targets != -100
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        out = forced.fused_linear_log_probs(*tensors, targets, outputs=names)
+        exact = [t.detach().to(FP64).requires_grad_() for t in tensors]
+        z = exact[0] @ exact[1].T
+        expected = reference.statistics(z, torch.where(valid, targets, 0))
+        lse = torch.logsumexp(z, 1)
+        wanted = {
+            "log_probs": z.gather(1, torch.where(valid, targets, 0)[:, None])[:, 0] - lse,
+            "entropy": lse - (torch.softmax(z, 1) * z).sum(1),
+            "lse": lse,
+            "mean_logits": z.mean(1),
+            "log_sum_sq_probs": expected["log_sum_sq"],
+        }
+        for name, value in wanted.items():
+            actual = getattr(out, name)
+            torch.testing.assert_close(actual.to(FP64)[valid], value[valid], **reference.EXACT)
+            assert actual[4] == 0
+        assert torch.equal(out.is_top1[valid], expected["is_top1"][valid])
+        upstream = [torch.linspace(a, b, where.rows, device=where.device) for a, b in ((1, 2), (-1, 1), (0.5, 0))]
+        objective = sum((u * o).sum() for u, o in zip(upstream, out[:3]))
+        reference_objective = sum(
+            (u.to(FP64) * wanted[n])[valid].sum() for u, n in zip(upstream, ("log_probs", "entropy", "lse"))
+        )
+        grads = torch.autograd.grad(objective, tensors)
+        for g, e in zip(grads, torch.autograd.grad(reference_objective, exact)):
+            assert relative_error(g, e) < (1e-5 if dtype == FP32 else 3.5e-3)
+
+    def test_the_targets_own_logit(self, where, forced):
+        """log_probs + lse: nothing but the target's element of each row."""
+        chunk = where.chunk()
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        out = forced.fused_linear_log_probs(*tensors, chunk.targets, outputs=("log_probs", "lse"))
+        (out.log_probs + out.lse).sum().backward()
+        assert relative_error(chunk.x.grad, chunk.weight.detach()[chunk.targets]) < 1e-5
+        expected = torch.zeros_like(chunk.weight).to(FP64).index_add_(0, chunk.targets, chunk.x.detach().to(FP64))
+        assert relative_error(chunk.weight.grad, expected) < 1e-5
+
+    def test_the_targets_own_logit_under_thousands_of_far_larger_ones(self, where, forced):
+        """A row just below the repair's limit: 59.9 nats over its reference in each of 8064 classes, with a = 0."""
+        x, weight = torch.eye(2, 4), 0.1 * torch.randn(8192, 4, generator=torch.Generator().manual_seed(0))
+        weight[:, 0] = 59.9
+        weight[:128, 0] = 0.0
+        targets = torch.tensor([3, 5], device=where.device)
+        tensors = [t.to(where.device).requires_grad_() for t in (x, weight)]
+        out = forced.fused_linear_log_probs(*tensors, targets, outputs=("log_probs", "lse"))
+        (out.log_probs + out.lse).sum().backward()
+        torch.testing.assert_close(tensors[0].grad, tensors[1].detach()[targets], rtol=1e-5, atol=1e-6)
+        expected = torch.zeros(8192, 4)
+        expected[3, 0] = expected[5, 1] = 1.0
+        torch.testing.assert_close(tensors[1].grad.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("reduction", ["sum", "none"])
+    def test_rows_are_masked_while_capturing(self, where, forced, monkeypatch, reduction):
+        """What a CUDA graph records, with anything in the ignored rows."""
+        results = []
+        passes = submodule(forced, "passes")
+        for capturing in (False, True):
+            monkeypatch.setattr(passes, "_capturing", lambda tensor, value=capturing: value)
+            chunk = where.chunk(bias=True)
+            targets = chunk.targets.clone()
+            targets[[2, 3, 11]] = -100
+            chunk.x[[2, 3, 11]] = torch.nan
+            tensors = [t.requires_grad_() for t in (chunk.x, chunk.weight, chunk.bias)]
+            loss = forced.fused_linear_cross_entropy(*tensors[:2], targets, tensors[2], reduction=reduction)
+            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), tensors)))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+    def test_all_tokens_ignored(self, where, forced):
+        chunk = where.chunk(BF16)
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        for reduction in ("mean", "none"):
+            targets = torch.full_like(chunk.targets, -100)
+            loss = forced.fused_linear_cross_entropy(*tensors, targets, reduction=reduction)
+            grads = torch.autograd.grad(loss.sum(), tensors)
+            assert (loss == 0).all() and all((g == 0).all() for g in grads)
+
+    def test_runs_are_bitwise_equal(self, where, forced):
+        chunk = where.chunk(BF16)
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        results = []
+        for _ in range(2):
+            loss = forced.fused_linear_cross_entropy(*tensors, chunk.targets)
+            results.append((loss.detach(), *torch.autograd.grad(loss, tensors)))
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.gpu
+class TestOnlyOnAGpu:
+    @pytest.mark.parametrize("rows, vocab, width", [(130, 50257, 80), (513, 5003, 136), (64, 128, 64), (1, 151936, 8)])
+    @pytest.mark.parametrize("dtype", [BF16, FP32])
+    def test_larger_shapes(self, forced, device, rows, vocab, width, dtype):
+        where = Where(device, rows, vocab, width)
+        chunk = where.chunk(dtype)
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        loss = forced.fused_linear_cross_entropy(*tensors, chunk.targets, reduction="none")
+        exact = [t.detach().to(FP64).requires_grad_() for t in tensors]
+        expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, chunk.targets, reduction="none")
+        torch.testing.assert_close(loss.to(FP64), expected, rtol=2e-5, atol=2e-5)
+        for g, e in zip(torch.autograd.grad(loss.sum(), tensors), torch.autograd.grad(expected.sum(), exact)):
+            assert relative_error(g, e) < (1e-5 if dtype == FP32 else 3.5e-3)
+
+    def test_the_repair_needs_no_synchronisation(self, forced, device):
+        if device != "cuda":
+            pytest.skip("needs torch.cuda.set_sync_debug_mode")
+        where = Where(device, 261, 1031, 72)
+        chunk = overflowing(where, BF16, (0, 5, 200))
+        tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]
+        call = forced.fused_linear_cross_entropy
+        call(*tensors, chunk.targets).backward()
+        passes = submodule(forced, "passes")
+        base, ops = submodule(forced, "backends.base"), submodule(forced, "ops")
+        needs = (True, True, False)
+        problem = passes.Problem(
+            chunk.x.detach(), chunk.head(base), chunk.targets, -100,
+            ops.make_call(chunk.x, chunk.weight, BF16, needs, True, None), "scalar",
+        )  # fmt: skip
+        options = ops.loss_options(0.0, 0.0, where.vocab, None, BF16)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = passes.loss_and_gradients(problem, submodule(forced, "plan").Needs(*needs), options, None, True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert result.loss_sum.isfinite() and result.grad_weight.isfinite().all()
+
+    def test_a_target_outside_the_vocabulary_poisons_its_row_alone(self, forced, device):
+        where = Where(device, 261, 1031, 72)
+        chunk = where.chunk(BF16)
+        bad = {3: 1031, 50: -1, 77: 2**40, 78: -(2**40), 200: 1055}  # the last is inside the tail tile
+        targets = chunk.targets.clone()
+        for row, value in bad.items():
+            targets[row] = value
+        hidden = chunk.x.requires_grad_()
+        loss = forced.fused_linear_cross_entropy(hidden, chunk.weight, targets, reduction="none")
+        loss.sum().backward()
+        rows = torch.zeros(where.rows, dtype=torch.bool, device=device)
+        rows[list(bad)] = True
+        assert torch.equal(loss.isnan(), rows)
+        assert torch.equal(hidden.grad.isnan().any(1), rows)
+        assert torch.equal(hidden.grad.isnan().all(1), rows)
+
+
+def chunked_lse(hidden, weight, step):
+    """logsumexp of each row's logits, from plain fp32 matrix products of `step` rows."""
+    parts = [torch.logsumexp(h.float() @ weight.float().T, 1) for h in hidden.split(step)]
+    return torch.cat(parts)
+
+
+@pytest.mark.gpu
+class TestMoreThan31BitsOfOffsets:
+    """N * V, V * H and N * H above 2^31, compared on the last rows and classes, where the offsets are largest."""
+
+    def check(self, forced, device, n, vocab, width, reduction, workspace=None, transposed=False, step=4096):
+        generator = torch.Generator(device).manual_seed(0)
+        new = {"generator": generator, "device": device, "dtype": BF16}
+        hidden = torch.randn(n, width, **new)
+        weight = torch.randn(width, vocab, **new).t() if transposed else torch.randn(vocab, width, **new)
+        weight.mul_(width**-0.5)
+        targets = torch.randint(0, vocab, (n,), generator=generator, device=device)
+        targets[-5:] = torch.arange(vocab - 5, vocab, device=device)
+        tensors = (hidden.requires_grad_(), weight.requires_grad_())
+        loss = forced.fused_linear_cross_entropy(*tensors, targets, reduction=reduction, workspace=workspace)
+        grads = torch.autograd.grad(loss.sum(), tensors)
+        hidden, weight = hidden.detach(), weight.detach()
+        with torch.no_grad():
+            lse = chunked_lse(hidden, weight, step)
+            rows, classes = torch.arange(n - 32, n, device=device), torch.arange(vocab - 32, vocab, device=device)
+            chunks = list(zip(hidden.split(step), targets.split(step), lse.split(step)))
+            expected = lse - torch.cat([(h.float() * weight[t].float()).sum(1) for h, t, _ in chunks])
+            if reduction == "none":
+                torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+            else:
+                torch.testing.assert_close(loss, expected.sum(), rtol=1e-5, atol=0)
+            # dX of the last rows
+            p = torch.softmax(hidden[rows].float() @ weight.float().T, 1)
+            p[torch.arange(32, device=device), targets[rows]] -= 1
+            assert relative_error(grads[0][rows], p @ weight.float()) < 3.5e-3
+            # dW of the last classes
+            total = torch.zeros(32, width, device=device)
+            for h, t, s in chunks:
+                p = torch.exp(h.float() @ weight[classes].float().T - s[:, None])
+                p -= (t[:, None] == classes).float()
+                total += p.T @ h.float()
+            assert relative_error(grads[1][classes], total) < 3.5e-3
+
+    @pytest.mark.parametrize("reduction", ["sum", "none"])
+    def test_tokens_times_classes(self, forced, device, reduction):
+        """All rows' exponentials in one buffer of 2.2e9 elements."""
+        n, vocab = 16640, 131085
+        assert n * vocab > 2**31
+        self.check(forced, device, n, vocab, 16, reduction, workspace=16 << 30)
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_classes_times_width(self, forced, device, transposed):
+        vocab, width = 1_100_003, 2000
+        assert vocab * width > 2**31
+        self.check(forced, device, 64, vocab, width, "sum", transposed=transposed, step=64)
+
+    def test_tokens_times_width(self, forced, device):
+        n, width = 1_100_003, 2000
+        assert n * width > 2**31
+        self.check(forced, device, n, 250, width, "sum", workspace=64 << 30, step=65536)

@@ -1,0 +1,267 @@
+"""Every kernel is compiled for GPUs that this machine need not have: registers, shared memory and instructions.
+
+Triton's interpreter says nothing about whether a kernel compiles. The compiler works without a GPU, but not in a
+process in which the kernels were defined for the interpreter, so each target has a process of its own: this file, as
+a script.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+# Bytes of shared memory that a block can have. Pointer-based kernels also run on consumer chips, which have 99 KiB.
+SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+SHARED_BY_POINTER = 99
+
+POINTERS = {
+    "*i64": ("targets",),
+    "*i32": ("marked", "any_marked"),
+    "*i8": ("target_beaten", "out_top1"),
+    "*fp32": (
+        "class_weight", "reference", "scale", "factor", "tile_max", "tile_sum", "tile_dot", "tile_squares",
+        "tile_logits", "target_z", "out_max", "out_log_sum", "out_target", "out_scale", "out_entropy", "out_logits",
+        "out_squares", "row_max", "row_log_sum", "row_log_prob", "row_entropy", "row_a", "row_b", "row_t", "row_d",
+        "source",
+    ),
+}  # fmt: skip
+NUMBERS = {
+    "fp32": ("logit_scale", "softcap", "limit"),
+    "i32": ("R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "size"),
+}
+TYPES = {name: kind for table in (POINTERS, NUMBERS) for kind, names in table.items() for name in names}
+
+ALL = dict(SCALED=True, HAS_BIAS=True, HAS_SOFTCAP=True, HAS_CLASS_WEIGHT=True)
+FORWARD = dict(
+    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, ENTROPY=True, SQUARES=False, LOGITS=False,
+    REPAIR=False, FLATTEN=False, PROGRAMS=132,
+)  # fmt: skip
+EVERYTHING = dict(ALL, SQUARES=True, LOGITS=True)
+DLOGITS = dict(
+    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, HAS_B=False, HAS_D=False, FLATTEN=False,
+    PROGRAMS=132,
+)  # fmt: skip
+
+
+def variants(target: str, tuning) -> list:
+    """(name, kernel, its constants, its operands' types, Tiles or None): each flag on and off, not each product."""
+    found = []
+
+    def add(name, kernel, constants, types, tiles=None):
+        found.append((f"{kernel} {name}", kernel, constants, types, tiles))
+
+    def gemm(name, kernel, constants, tiles, dtype, precision="ieee", **types):
+        operands = {"x": dtype, "w": dtype, "bias": dtype, "exps": "bf16" if dtype != "fp32" else "fp32", **types}
+        operands["out"] = operands["exps"]
+        constants = dict(constants, DESCRIPTORS=tiles.descriptors, PRECISION=precision, COMPUTE=dtype)
+        add(f"{name} {dtype}{' tf32' * (precision == 'tf32')}", kernel, constants, operands, tiles)
+
+    descriptors = target in ("sm_90", "sm_100")
+    tables = [(kind, t) for kind, t in tuning.HEURISTICS.items() if descriptors or not t.descriptors]
+    for kind, tiles in tables:
+        full = "fp32" if kind == "float32" else "bf16"
+        for store in (True, False):
+            how = f"{kind}, {'stored' if store else 'not stored'}"
+            base = dict(FORWARD, STORE=store)
+            gemm(how, "forward_kernel", base, tiles, full)
+            gemm(f"{how}, every option", "forward_kernel", dict(base, **EVERYTHING), tiles, full)
+            gemm(f"{how}, no entropy", "forward_kernel", dict(base, ENTROPY=False), tiles, full)
+        base = dict(FORWARD, STORE=True)
+        gemm(f"{kind}, repair", "forward_kernel", dict(base, REPAIR=True), tiles, full)
+        gemm(f"{kind}, flattened", "forward_kernel", dict(base, FLATTEN=True), tiles, full)
+        for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "LOGITS"):
+            gemm(f"{kind}, {flag}", "forward_kernel", dict(base, **{flag: True}), tiles, full)
+        gemm(kind, "dlogits_kernel", DLOGITS, tiles, full)
+        gemm(f"{kind}, entropy", "dlogits_kernel", dict(DLOGITS, HAS_B=True), tiles, full)
+        everything = dict(DLOGITS, **ALL, HAS_B=True, HAS_D=True)
+        gemm(f"{kind}, every option", "dlogits_kernel", everything, tiles, full)
+        if full == "fp32":
+            gemm(kind, "forward_kernel", base, tiles, "fp32", "tf32")
+            gemm(kind, "dlogits_kernel", DLOGITS, tiles, "fp32", "tf32")
+            continue
+        gemm(f"{kind}, every option", "forward_kernel", dict(base, **EVERYTHING), tiles, "fp16")
+        gemm(f"{kind}, not stored", "forward_kernel", dict(FORWARD, STORE=False), tiles, "fp16")
+        gemm(f"{kind}, every option", "dlogits_kernel", everything, tiles, "fp16")
+        if not tiles.descriptors:
+            mixed = {"w": "fp32", "bias": "fp32"}
+            gemm(f"{kind}, fp32 weight", "forward_kernel", dict(base, HAS_BIAS=True), tiles, "bf16", **mixed)
+            gemm(f"{kind}, 64-bit strides", "forward_kernel", base, tiles, "bf16", stride="i64")
+    if target == "sm_90":
+        for path in sorted((Path(tuning.__file__).parent / "configs").glob("*.json")):
+            table = json.loads(path.read_text())
+            for use, store in (("store", True), ("forward", False)):
+                shapes = {tuning.Tiles(**entry["tiles"])._replace(group=8) for entry in table.get(use, [])}
+                for tiles in sorted(shapes - set(tuning.HEURISTICS.values())):
+                    gemm(f"{path.stem} {tiles}", "forward_kernel", dict(FORWARD, STORE=store), tiles, "bf16")
+    for dtype, precision in (("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
+        constants = dict(ROWS=16, COLUMNS=128, DEPTH=32 if dtype == "fp32" else 64, PRECISION=precision, COMPUTE=dtype)
+        for flags in (dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False), {k: ALL[k] for k in list(ALL)[:3]}):
+            types = {"x": dtype, "w": dtype, "bias": dtype}
+            name = f"{dtype} {precision} {'every option' if flags['SCALED'] else ''}"
+            add(name, "reference_kernel", dict(constants, **flags), types)
+    for store, repair in ((False, False), (True, False), (True, True)):
+        for asked in (False, True):
+            constants = dict(
+                ROWS=32, TILES=32, COLUMNS=256, STORE=store, REPAIR=repair, ENTROPY=asked, SQUARES=asked, LOGITS=asked,
+                TOP1=asked, COMPUTE="fp32" if asked else "bf16",
+            )  # fmt: skip
+            add(f"store={store} repair={repair} asked={asked}", "combine_kernel", constants, {})
+    for accumulate in (False, True):
+        constants = dict(ROWS=128, COLUMNS=128, DEPTH=32, GROUP=8, ACCUMULATE=accumulate)
+        add(f"accumulate={accumulate}", "matmul_kernel", constants, {"a": "bf16", "b": "bf16", "out": "fp32"})
+    for dtype in ("bf16", "fp32"):
+        add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
+    for dtype in ("bf16", "fp16", "fp32"):
+        add(dtype, "scale_kernel", dict(BLOCK=1024), {"out": dtype})
+    return found
+
+
+def load(variant: Path):
+    """The built package, as the interpreter never sees it."""
+    name = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))["id"]
+    spec = importlib.util.spec_from_file_location(
+        name, variant / "__init__.py", submodule_search_locations=[str(variant)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return importlib.import_module(f"{name}.backends.triton")
+
+
+def compile_variant(target, function, constants, types, tiles):
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    dtypes = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+    constants = dict(constants)
+    options = {"num_warps": 4}
+    if tiles is not None:
+        shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "GROUP": tiles.group}
+        constants.update(shape)
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    if "COMPUTE" in constants:
+        constants["COMPUTE"] = dtypes[constants["COMPUTE"]]
+    blocks = {"x": ("ROWS", "DEPTH"), "w": ("COLUMNS", "DEPTH")}
+    blocks["exps"] = blocks["out"] = ("ROWS", "COLUMNS")
+    signature, attributes = {}, {}
+    for index, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            assert name in constants, f"{name} of {function.__name__} is not covered"
+            signature[name] = "constexpr"
+            continue
+        written = constants.get("DESCRIPTORS") and name in blocks and (name != "exps" or constants["STORE"])
+        if written:
+            rows, columns = (constants[block] for block in blocks[name])
+            signature[name] = f"tensordesc<{types[name]}[{rows}, {columns}]>"
+            continue
+        if name.startswith("stride_"):
+            signature[name] = types.get("stride", "i32")
+        elif name in types:
+            signature[name] = "*" + types[name]
+        else:
+            signature[name] = TYPES[name]
+        if signature[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    constants = {name: value for name, value in constants.items() if name in signature}
+    source = ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def spilled_bytes(ptx: str, chip: str):
+    """Bytes that ptxas stores and loads for want of registers; None where no ptxas of Triton's takes this ptx."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.ptx"
+        path.write_text(ptx)
+        for tool in ("ptxas", "ptxas-blackwell"):
+            if not (tools / tool).exists():
+                continue
+            command = [tools / tool, "-v", "--gpu-name", chip, path, "-o", Path(directory) / "kernel.cubin"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            numbers = re.findall(r"(\d+) bytes spill (?:stores|loads)", result.stderr)
+            if result.returncode == 0 and numbers:
+                return sum(map(int, numbers))
+    return None
+
+
+def main(variant: str, target: str) -> None:
+    """Compiles everything; one line of JSON for each variant."""
+    backend = load(Path(variant))
+    for name, kernel, constants, types, tiles in variants(target, backend.tuning):
+        function = getattr(backend.fwd, kernel, None) or getattr(backend.bwd, kernel)
+        report = {"name": name, "descriptors": bool(tiles and tiles.descriptors)}
+        try:
+            compiled = compile_variant(target, function, constants, types, tiles)
+        except Exception as error:
+            report["error"] = f"{type(error).__name__}: {error}"[-1500:]
+            print(json.dumps(report), flush=True)
+            continue
+        ptx = compiled.asm.get("ptx", "")
+        binary = compiled.asm.get("cubin") or compiled.asm.get("hsaco") or b""
+        report.update(shared=compiled.metadata.shared, binary=len(binary), wgmma="wgmma.mma_async" in ptx)
+        report["spilled"] = spilled_bytes(ptx, "sm_90a") if target == "sm_90" and report["descriptors"] else None
+        print(json.dumps(report), flush=True)
+
+
+@functools.cache
+def reports(variant: str, target: str) -> list:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        command = [sys.executable, __file__, variant, target]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+class TestTargets:
+    @pytest.fixture
+    def compiled(self, build_dir, target) -> list:
+        pytest.importorskip("triton")
+        return reports(str(next(build_dir.glob("torch-*"))), target)
+
+    def test_every_variant_compiles(self, compiled):
+        assert len(compiled) > 40
+        failed = [f"{r['name']}: {r['error']}" for r in compiled if "error" in r]
+        assert not failed, "\n".join(failed)
+        assert all(r["binary"] > 0 for r in compiled)
+
+    def test_shared_memory_suffices(self, compiled, target):
+        for report in compiled:
+            limit = SHARED[target] if report["descriptors"] else min(SHARED[target], SHARED_BY_POINTER)
+            assert report.get("shared", 0) <= limit * 1024, report
+
+    def test_hopper_gets_its_own_matrix_instruction_and_spills_nothing(self, compiled, target):
+        if target != "sm_90":
+            pytest.skip("of Hopper only")
+        assert all(r["wgmma"] for r in compiled if r["descriptors"])
+        main_ones = {f"forward_kernel half_descriptors, {how} bf16" for how in ("stored", "not stored")}
+        found = [r for r in compiled if r["name"] in main_ones or "H200" in r["name"]]
+        assert main_ones <= {r["name"] for r in found}
+        for report in found:
+            assert report["spilled"] in (0, None), report  # None: no ptxas that could tell
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
