@@ -32,11 +32,11 @@ def rows():
 
 
 def statistics(z, targets, class_weight):
-    """(log_prob, entropy, lse, sum_logits) of each row."""
+    """(log_prob, entropy, lse, sum_log_probs) of each row."""
     lse = torch.logsumexp(z, 1)
     weights = 1.0 if class_weight is None else class_weight
     log_prob = z.gather(1, targets[:, None])[:, 0] - lse
-    return log_prob, lse - (torch.softmax(z, 1) * z).sum(1), lse, (weights * z).sum(1)
+    return log_prob, lse - (torch.softmax(z, 1) * z).sum(1), lse, (weights * torch.log_softmax(z, 1)).sum(1)
 
 
 def family(z, targets, c, class_weight):
@@ -57,10 +57,10 @@ def test_token_loss_and_its_derivative(loss, rows, smoothing, z_loss, weighted, 
     class_weight = class_weight if weighted else None
     token_weight = token_weight if token_weighted else None
     target_weight = class_weight[targets] if weighted else None
-    options = loss.LossOptions(smoothing, z_loss, VOCAB, class_weight.sum() if weighted else None)
-    log_prob, _, lse, sum_logits = statistics(z, targets, class_weight)
+    options = loss.LossOptions(smoothing, z_loss, VOCAB)
+    log_prob, _, lse, sum_log_probs = statistics(z, targets, class_weight)
 
-    value = loss.token_loss(log_prob, lse, sum_logits, target_weight, token_weight, options)
+    value = loss.token_loss(log_prob, lse, sum_log_probs, target_weight, token_weight, options)
     expected = F.cross_entropy(z, targets, class_weight, label_smoothing=smoothing, reduction="none")
     expected = expected + z_loss * lse**2
     expected = expected * token_weight if token_weighted else expected
@@ -70,9 +70,10 @@ def test_token_loss_and_its_derivative(loss, rows, smoothing, z_loss, weighted, 
     with torch.no_grad():
         upstream = loss.token_loss_upstream(grad, lse, target_weight, token_weight, options)
         assert upstream.entropy is None
-        assert (upstream.sum_logits is None) == (smoothing == 0)
-        assert (upstream.lse is None) == (smoothing == 0 and z_loss == 0)
-        dz = family(z, targets, loss.coefficients(upstream, like=lse), class_weight)
+        assert (upstream.sum_log_probs is None) == (smoothing == 0)
+        assert (upstream.lse is None) == (z_loss == 0)
+        c = loss.coefficients(upstream, class_weight.sum() if weighted else VOCAB, like=lse)
+        dz = family(z, targets, c, class_weight)
     torch.testing.assert_close(dz, autograd)
 
 
@@ -80,13 +81,13 @@ def test_token_loss_and_its_derivative(loss, rows, smoothing, z_loss, weighted, 
 def test_coefficients_of_every_mix_of_upstream_gradients(loss, rows, present):
     z, targets, class_weight, _, _ = rows
     generator = torch.Generator().manual_seed(1)
-    names = ("log_prob", "entropy", "lse", "sum_logits")
+    names = ("log_prob", "entropy", "lse", "sum_log_probs")
     grads = [torch.randn(ROWS, generator=generator, dtype=torch.float64) if used else None for used in present]
     values = statistics(z, targets, class_weight)
     objective = sum((g * v).sum() for g, v in zip(grads, values) if g is not None) + 0.0 * z.sum()
     (autograd,) = torch.autograd.grad(objective, z)
     with torch.no_grad():
-        c = loss.coefficients(loss.Upstream(**dict(zip(names, grads))), like=values[0])
+        c = loss.coefficients(loss.Upstream(**dict(zip(names, grads))), class_weight.sum(), like=values[0])
         assert (c.b is None) == (not present[1])
         assert (c.d is None) == (not present[3])
         dz = family(z, targets, c, class_weight)
@@ -95,26 +96,23 @@ def test_coefficients_of_every_mix_of_upstream_gradients(loss, rows, present):
 
 def test_coefficients_take_their_form_from_like(loss):
     like = torch.ones(3, dtype=torch.float64)
-    c = loss.coefficients(loss.Upstream(), like)
+    c = loss.coefficients(loss.Upstream(), None, like)
     for value in (c.a, c.t):
         assert value.dtype == torch.float64
         assert value.tolist() == [0, 0, 0]
     assert c.b is None and c.d is None
 
 
-def test_smoothing_total_is_the_coefficient_of_lse(loss):
-    assert loss.LossOptions(0.1, 0.0, 5, None).smoothing_total == 0.1
-    weighted = loss.LossOptions(0.1, 0.0, 5, torch.tensor(2.0, dtype=torch.float64))
-    assert weighted.smoothing_total.item() == pytest.approx(0.04)
-    assert weighted.smoothing_per_class == 0.02
+def test_smoothing_is_spread_over_all_classes(loss):
+    assert loss.LossOptions(0.1, 0.0, 5).smoothing_per_class == 0.02
 
 
 def test_formulas_do_not_change_their_arguments(loss):
     tensors = [torch.linspace(-2, 2, 5) for _ in range(6)]
     copies = [t.clone() for t in tensors]
-    options = loss.LossOptions(0.1, 0.1, 7, torch.tensor(3.0))
+    options = loss.LossOptions(0.1, 0.1, 7)
     loss.token_loss(*tensors[:5], options)
     upstream = loss.token_loss_upstream(tensors[5], tensors[1], *tensors[3:5], options)
-    loss.coefficients(upstream, tensors[0])
+    loss.coefficients(upstream, 7, tensors[0])
     for tensor, copy in zip(tensors, copies):
         assert torch.equal(tensor, copy)

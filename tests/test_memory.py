@@ -105,7 +105,7 @@ def small_defaults(kernel, monkeypatch):
     monkeypatch.setitem(submodule(kernel, "plan").DEFAULT_CHUNK, "cpu", 4 * MIB)
     eager = submodule(kernel, "backends.eager")
     monkeypatch.setattr(eager, "_PANEL_BYTES", 1 << 16)
-    monkeypatch.setattr(eager, "_SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(eager, "UPCAST_BYTES", 1 << 18)
     monkeypatch.setattr(submodule(kernel, "passes"), "_SLAB_BYTES", 1 << 18)
 
 

@@ -85,7 +85,7 @@ class TestWhichWay:
 
     def test_without_triton_the_torch_backend_runs(self, kernel, monkeypatch):
         backends = submodule(kernel, "backends")
-        monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(backends, "HAS_TRITON", False)
         assert kernel.plan(*QWEN).backend == "eager"
 
     def test_copies_of_the_weight_where_the_gemms_want_another_dtype(self, plan):
@@ -298,8 +298,10 @@ class TestInvariants:
         less, more = sorted(workspaces)
         try:
             p = self.make(kernel, n, vocab, workspace=less, **sizes)
-        except ValueError:
-            assume(False)
+        except ValueError as error:
+            less = int(re.search(r"needs (\d+) bytes", str(error))[1])
+            more = max(less, more)
+            p = self.make(kernel, n, vocab, workspace=less, **sizes)
         assert self.make(kernel, n, vocab, workspace=more, **sizes).flop_g <= p.flop_g
 
     @given(workspace=st.one_of(st.none(), WORKSPACES), **SIZES)

@@ -32,10 +32,10 @@ POINTERS = {
     "*i32": ("marked", "any_marked"),
     "*i8": ("target_beaten", "out_top1"),
     "*fp32": (
-        "class_weight", "reference", "scale", "factor", "tile_max", "tile_sum", "tile_dot", "tile_squares",
-        "tile_logits", "target_z", "out_max", "out_log_sum", "out_target", "out_scale", "out_entropy", "out_logits",
-        "out_squares", "row_max", "row_log_sum", "row_log_prob", "row_entropy", "row_a", "row_b", "row_t", "row_d",
-        "source",
+        "class_weight", "reference", "scale", "factor", "source",
+        "tile_max", "tile_sum", "tile_dot", "tile_squares", "tile_shifted", "tile_weight", "target_z",
+        "out_max", "out_log_sum", "out_target", "out_scale", "out_entropy", "out_sum_log_probs", "out_squares",
+        "row_max", "row_log_sum", "row_log_prob", "row_entropy", "row_a", "row_b", "row_t", "row_d",
     ),
 }  # fmt: skip
 NUMBERS = {
@@ -46,10 +46,10 @@ TYPES = {name: kind for table in (POINTERS, NUMBERS) for kind, names in table.it
 
 ALL = dict(SCALED=True, HAS_BIAS=True, HAS_SOFTCAP=True, HAS_CLASS_WEIGHT=True)
 FORWARD = dict(
-    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, ENTROPY=True, SQUARES=False, LOGITS=False,
-    REPAIR=False, FLATTEN=False, PROGRAMS=132,
+    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, ENTROPY=True, SQUARES=False,
+    SHIFTED=False, REPAIR=False, FLATTEN=False, PROGRAMS=132,
 )  # fmt: skip
-EVERYTHING = dict(ALL, SQUARES=True, LOGITS=True)
+EVERYTHING = dict(ALL, SQUARES=True, SHIFTED=True)
 DLOGITS = dict(
     SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, HAS_B=False, HAS_D=False, FLATTEN=False,
     PROGRAMS=132,
@@ -82,7 +82,7 @@ def variants(target: str, tuning) -> list:
         base = dict(FORWARD, STORE=True)
         gemm(f"{kind}, repair", "forward_kernel", dict(base, REPAIR=True), tiles, full)
         gemm(f"{kind}, flattened", "forward_kernel", dict(base, FLATTEN=True), tiles, full)
-        for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "LOGITS"):
+        for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "SHIFTED"):
             gemm(f"{kind}, {flag}", "forward_kernel", dict(base, **{flag: True}), tiles, full)
         gemm(kind, "dlogits_kernel", DLOGITS, tiles, full)
         gemm(f"{kind}, entropy", "dlogits_kernel", dict(DLOGITS, HAS_B=True), tiles, full)
@@ -115,8 +115,8 @@ def variants(target: str, tuning) -> list:
     for store, repair in ((False, False), (True, False), (True, True)):
         for asked in (False, True):
             constants = dict(
-                ROWS=32, TILES=32, COLUMNS=256, STORE=store, REPAIR=repair, ENTROPY=asked, SQUARES=asked, LOGITS=asked,
-                TOP1=asked, COMPUTE="fp32" if asked else "bf16",
+                ROWS=32, TILES=32, COLUMNS=256, STORE=store, REPAIR=repair, ENTROPY=asked, SQUARES=asked,
+                SHIFTED=asked, TOP1=asked, COMPUTE="fp32" if asked else "bf16",
             )  # fmt: skip
             add(f"store={store} repair={repair} asked={asked}", "combine_kernel", constants, {})
     for accumulate in (False, True):

@@ -76,7 +76,7 @@ def statistics(z, targets, class_weight=None) -> dict:
         "log_sum": torch.logsumexp(z, 1) - m,
         "target": z.gather(1, targets[:, None])[:, 0] - m,
         "entropy": -torch.where(p == 0, 0.0, p * log_p).sum(1),
-        "sum_logits": torch.where(weights == 0, 0.0, z * weights).sum(1),
+        "sum_log_probs": torch.where(weights == 0, 0.0, log_p * weights).sum(1),
         "log_sum_sq": torch.logsumexp(2 * log_p, 1),
         "is_top1": first == targets,
     }
@@ -107,7 +107,7 @@ def run_forward(backend, base, chunk: Chunk, wants, exps=None):
     """Stats of a chunk; exps is a buffer for E or None."""
     acc = base.accumulation_dtype(chunk.compute_dtype)
     stats = base.Stats.empty(chunk.x.shape[0], wants, acc, chunk.x.device)
-    for name in ("max", "log_sum", "target", "entropy", "sum_logits", "log_sum_sq"):
+    for name in ("max", "log_sum", "target", "entropy", "sum_log_probs", "log_sum_sq"):
         if getattr(stats, name) is not None:
             getattr(stats, name).fill_(-12345.0)  # whatever is not written shows
     backend.forward(chunk.x, chunk.targets, chunk.head(base), wants, stats, exps)
@@ -120,14 +120,14 @@ def check_forward(backend, base, chunk: Chunk, wants, exps=None, tolerance=EXACT
     expected = statistics(chunk.z, chunk.targets, chunk.class_weight)
     for name in ("max", "log_sum", "target"):
         torch.testing.assert_close(getattr(stats, name).to(FP64), expected[name], **tolerance, msg=message(name))
-    for name in ("entropy", "sum_logits", "log_sum_sq", "is_top1"):
+    for name in ("entropy", "sum_log_probs", "log_sum_sq", "is_top1"):
         value = getattr(stats, name)
         assert (value is not None) == getattr(wants, name)
         if name == "is_top1" and value is not None:
             assert value.dtype == torch.bool
             assert torch.equal(value, expected[name])
         elif value is not None:
-            scale = chunk.weight.shape[0] if name == "sum_logits" else 1
+            scale = chunk.weight.shape[0] if name == "sum_log_probs" else 1
             close = dict(tolerance, atol=tolerance["atol"] * scale)
             torch.testing.assert_close(value.to(FP64), expected[name], **close, msg=message(name))
     if exps is not None:

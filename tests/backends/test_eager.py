@@ -20,7 +20,7 @@ def eager(kernel, monkeypatch, request):
     module = submodule(kernel, "backends.eager")
     if request.param != "whole":
         monkeypatch.setattr(module, "_PANEL_BYTES", 3 * VOCAB * 4)
-        monkeypatch.setattr(module, "_SLAB_BYTES", 7 * WIDTH * 4)
+        monkeypatch.setattr(module, "UPCAST_BYTES", 7 * WIDTH * 4)
     return module
 
 
@@ -85,9 +85,9 @@ class TestForward:
         chunk.bias[5:9] = -torch.inf
         chunk.class_weight[5:9] = 0.0
         chunk.targets.clamp_(min=9)
-        stats = run_forward(eager, base, chunk, base.Wants(sum_logits=True))
-        expected = reference.statistics(chunk.z, chunk.targets, chunk.class_weight)["sum_logits"]
-        torch.testing.assert_close(stats.sum_logits.to(FP64), expected, rtol=1e-5, atol=1e-3)
+        stats = run_forward(eager, base, chunk, base.Wants(sum_log_probs=True))
+        expected = reference.statistics(chunk.z, chunk.targets, chunk.class_weight)["sum_log_probs"]
+        torch.testing.assert_close(stats.sum_log_probs.to(FP64), expected, rtol=1e-5, atol=1e-3)
 
     @pytest.mark.parametrize("offset", [1e4, -1e4])
     def test_a_common_offset_costs_no_digits(self, eager, base, offset):
@@ -110,7 +110,7 @@ class TestForward:
         poisoned.targets[[0, 7]] = -1
         stats = run_forward(eager, base, poisoned, base.Wants(*ALL), new_exps())
         others = [i for i in range(ROWS) if i not in (0, 7)]
-        for name in ("log_sum", "scale", "entropy", "sum_logits", "log_sum_sq"):
+        for name in ("log_sum", "scale", "entropy", "sum_log_probs", "log_sum_sq"):
             value = getattr(stats, name)
             assert value[[0, 7]].isnan().all(), name
             assert torch.equal(value[others], getattr(expected, name)[others])

@@ -164,7 +164,7 @@ class TestForward:
         poisoned.targets[[0, 7]] = -1
         stats = run_forward(backend, base, poisoned, base.Wants(*ALL), exps)
         others = [i for i in range(where.rows) if i not in (0, 7)]
-        names = ["log_sum", "entropy", "sum_logits", "log_sum_sq"] + ["scale"] * store
+        names = ["log_sum", "entropy", "sum_log_probs", "log_sum_sq"] + ["scale"] * store
         for name in names:
             value = getattr(stats, name)
             assert value[[0, 7]].isnan().all(), name
@@ -314,7 +314,7 @@ class TestRepair:
     def test_statistics_and_exponentials(self, where, backend, base, dtype, above):
         chunk = overflowing(where, dtype, (0, 5, where.rows - 1), above)
         close = {"exps_tolerance": STORED} if dtype != FP32 else {}
-        wants = base.Wants(entropy=True, sum_logits=True, is_top1=True)
+        wants = base.Wants(entropy=True, sum_log_probs=True, is_top1=True)
         check_forward(backend, base, chunk, wants, where.exps(dtype), **close)
 
     @pytest.mark.parametrize("above", [25.0, 40.0, 50.0, 70.0])
@@ -769,10 +769,11 @@ class TestOnlyOnAGpu:
             chunk.x.detach(), chunk.head(base), chunk.targets, -100,
             ops.make_call(chunk.x, chunk.weight, BF16, needs, True, None), "scalar",
         )  # fmt: skip
-        options = ops.loss_options(0.0, 0.0, where.vocab, None, BF16)
+        options = submodule(forced, "loss").LossOptions(0.0, 0.0, where.vocab)
+        needs = submodule(forced, "plan").Needs(*needs)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            result = passes.loss_and_gradients(problem, submodule(forced, "plan").Needs(*needs), options, None, True)
+            result = passes.loss_and_gradients(problem, needs, options, None, metrics=True, dense=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert result.loss_sum.isfinite() and result.grad_weight.isfinite().all()

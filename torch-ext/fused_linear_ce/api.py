@@ -60,8 +60,8 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
     validation.check_compute_dtypes(hidden, weight, bias, autocast)
     return _Checked(
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), bias, ignore_index, logit_scale, softcap,
-        compute_dtype, targets.shape, workspace,
+        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1).to(torch.int64), bias, ignore_index,
+        logit_scale, softcap, compute_dtype, targets.shape, workspace,
     )  # fmt: skip
 
 
@@ -81,12 +81,11 @@ class _Loss(NamedTuple):
     metrics: bool
 
     def options(self, c: _Checked) -> LossOptions:
-        return ops.loss_options(
-            self.label_smoothing, self.z_loss, c.weight.shape[0], self.class_weight, c.compute_dtype
-        )
+        return LossOptions(self.label_smoothing, self.z_loss, c.weight.shape[0])
 
     def row_scaled(self, c: _Checked) -> bool:
-        return ops.token_row_scaled(False, self.label_smoothing > 0, c.softcap)
+        """Whether the gradient is E times a factor per row (passes.row_scaled): not smoothing's under a softcap."""
+        return self.label_smoothing == 0 or c.softcap is None
 
 
 def _check_loss(hidden, weight, targets, label_smoothing, z_loss, class_weight, token_weight, metrics) -> _Loss:
@@ -108,11 +107,12 @@ def _loss_forward(c: _Checked, loss: _Loss, needs: Needs):
     return ops.loss_forward(
         c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, c.ignore_index, c.logit_scale,
         c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, c.compute_dtype, *needs, c.workspace,
+        torch.compiler.is_compiling(),
     )  # fmt: skip
 
 
 def _token_forward(c: _Checked, needs: Needs, class_weight, row_scaled: bool, **wants: bool):
-    wants = tuple(wants.get(name, False) for name in ("entropy", "sum_logits", "log_sum_sq", "is_top1"))
+    wants = tuple(wants.get(name, False) for name in ("entropy", "sum_log_probs", "log_sum_sq", "is_top1"))
     return ops.token_forward(
         c.hidden, c.weight, c.targets, c.bias, class_weight, c.ignore_index, c.logit_scale, c.softcap, *wants,
         c.compute_dtype, *needs, row_scaled, c.workspace,
@@ -121,7 +121,7 @@ def _token_forward(c: _Checked, needs: Needs, class_weight, row_scaled: bool, **
 
 def _loss_token_forward(c: _Checked, loss: _Loss, needs: Needs):
     return _token_forward(
-        c, needs, loss.class_weight, loss.row_scaled(c), entropy=loss.metrics, sum_logits=loss.label_smoothing > 0,
+        c, needs, loss.class_weight, loss.row_scaled(c), entropy=loss.metrics, sum_log_probs=loss.label_smoothing > 0,
         is_top1=loss.metrics,
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def _row_weights(c: _Checked, loss: _Loss) -> tuple[Optional[Tensor], Optional[T
     acc = accumulation_dtype(c.compute_dtype)
     target_weight = token_weight = None
     if loss.class_weight is not None:
-        column = torch.where(c.valid, c.targets, 0).to(torch.int64).clamp(0, c.weight.shape[0] - 1)
+        column = torch.where(c.valid, c.targets, 0).clamp(0, c.weight.shape[0] - 1)
         target_weight = torch.where(c.valid, loss.class_weight.to(acc)[column], 0.0)
     if loss.token_weight is not None:
         token_weight = torch.where(c.valid, loss.token_weight.to(acc), 0.0)
@@ -142,15 +142,15 @@ def _token_losses(c: _Checked, loss: _Loss, out) -> Tensor:
     return token_loss(out[0], out[2], out[3], *_row_weights(c, loss), loss.options(c))
 
 
-def _divisor(num_items, count: Tensor, class_weight_sum: Optional[Tensor]):
+def _divisor(num_items, count: Tensor, class_weight_sum: Optional[Tensor], dtype: torch.dtype):
     """What "mean" divides by; 1 where there is nothing to divide, so that the loss of no token is a connected 0."""
     if num_items is None:
         if class_weight_sum is None:
             return count.clamp(min=1)
         return torch.where(class_weight_sum == 0, 1.0, class_weight_sum)
     if isinstance(num_items, Tensor):
-        return torch.where(count == 0, 1.0, num_items.reshape(()))
-    return num_items if num_items != 0 else torch.where(count == 0, 1.0, 0.0)
+        return torch.where(count == 0, 1.0, num_items.reshape(()).to(dtype))
+    return num_items if num_items != 0 else (count == 0).to(dtype)
 
 
 def fused_linear_cross_entropy(
@@ -235,7 +235,7 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
         weight_sum = None if weight_sum is None else weight_sum.sum()
         if loss.metrics:
             correct, entropy, nll = out[5].sum(), out[1].detach().sum(), -out[0].detach().sum()
-        saved = (*out[:2], *out[6:])
+        saved = (out[1], *out[6:])
         if reduction == "none":
             total = losses.reshape(c.leading_shape)
         else:
@@ -250,7 +250,7 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
         }
     divisor = None
     if reduction == "mean":
-        divisor = _divisor(num_items, count, None if loss.class_weight is None else weight_sum)
+        divisor = _divisor(num_items, count, None if loss.class_weight is None else weight_sum, total.dtype)
         total = total / divisor
     return total, metrics, (divisor, saved)
 
@@ -292,26 +292,28 @@ def fused_linear_log_probs(
 
 
 def _log_probs_row_scaled(names, needs: Needs) -> bool:
-    return ops.token_row_scaled("entropy" in names and any(needs), False, None)
+    """As _Loss.row_scaled: not if the entropy may be differentiated."""
+    return "entropy" not in names or not any(needs)
 
 
 def _log_probs_forward(c: _Checked, names, needs: Needs):
     return _token_forward(
         c, needs, None, _log_probs_row_scaled(names, needs), entropy="entropy" in names,
-        sum_logits="mean_logits" in names, log_sum_sq="log_sum_sq_probs" in names, is_top1="is_top1" in names,
+        sum_log_probs="mean_logits" in names, log_sum_sq="log_sum_sq_probs" in names, is_top1="is_top1" in names,
     )  # fmt: skip
 
 
 def _named(c: _Checked, names, out) -> LogProbs:
-    log_probs, entropy, lse, sum_logits, log_sum_sq, is_top1 = out[:6]
+    log_probs, entropy, lse, sum_log_probs, log_sum_sq, is_top1 = out[:6]
     values = {
         "log_probs": log_probs,
         "entropy": entropy,
         "lse": lse,
-        "mean_logits": sum_logits.detach() / c.weight.shape[0],
         "log_sum_sq_probs": log_sum_sq,
         "is_top1": is_top1,
     }
+    if "mean_logits" in names:
+        values["mean_logits"] = lse.detach() + sum_log_probs.detach() / c.weight.shape[0]
     return LogProbs(**{name: values[name].reshape(c.leading_shape) for name in names})
 
 
@@ -396,11 +398,10 @@ def fused_linear_cross_entropy_backward(
     with torch.no_grad():
         grad = grad_loss / divisor
         if _gradients_in_forward(c, loss, needs, reduction):
-            dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-            grads = ops.scale_saved_gradients(grad, tuple(saved), dtypes, needs)
+            grads = ops.loss_backward(grad, *saved, c.hidden, weight, bias)
         else:
             grad = grad.reshape(-1).expand(c.hidden.shape[0])
-            lse = saved[2] + saved[3]
+            lse = saved[1] + saved[2]  # max + log_sum
             u = token_loss_upstream(grad, lse, *_row_weights(c, loss), loss.options(c))
             grads = _token_backward(c, needs, u, loss.class_weight, saved, loss.row_scaled(c))
     return _shaped(grads, needs, hidden)
@@ -428,7 +429,7 @@ def fused_linear_log_probs_forward(
     needs = Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
     with torch.no_grad():
         out = _log_probs_forward(c, names, needs)
-    return _named(c, names, out), (*out[:2], *out[6:])
+    return _named(c, names, out), (out[1], *out[6:])
 
 
 def fused_linear_log_probs_backward(

@@ -7,12 +7,15 @@ With z a token's logits, y its target, p = softmax(z), lse = log sum exp z, w = 
 The first two terms are torch.nn.functional.cross_entropy's, the third is PaLM's z-loss (arXiv 2204.02311, section 5).
 Whatever the loss, it reads z only through four numbers of the row,
 
-    log_prob = z_y - lse,    lse,    entropy = lse - sum_j p_j z_j,    sum_logits = sum_j w_j z_j,
+    log_prob = log p_y,    lse,    entropy = -sum_j p_j log p_j,    sum_log_probs = sum_j w_j log p_j,
 
 so its gradient always has the shape of one family, with u_* = d loss / d (that number):
 
     dz_j = p_j (a + b (log p_j + entropy)) + t [j = y] + d w_j
-    a = u_lse - u_log_prob     b = -u_entropy     t = u_log_prob     d = u_sum_logits
+    a = u_lse - u_log_prob - sum_j w_j * u_sum_log_probs     b = -u_entropy     t = u_log_prob     d = u_sum_log_probs
+
+All but lse are sums of log p_j = (z_j - m) - log sum exp(z - m), with m the row's maximum: a common offset of the
+logits costs them no digits.
 """
 
 from typing import NamedTuple, Optional
@@ -21,23 +24,15 @@ import torch
 
 
 class LossOptions(NamedTuple):
-    """The numbers in the formula above; vocab is V, class_weight_sum is sum_j w_j (V without class weights)."""
+    """The numbers in the formula above; vocab is V."""
 
     label_smoothing: float
     z_loss: float
     vocab: int
-    class_weight_sum: Optional[torch.Tensor]
 
     @property
     def smoothing_per_class(self) -> float:
         return self.label_smoothing / self.vocab
-
-    @property
-    def smoothing_total(self):
-        """eps / V * sum_j w_j: the coefficient of lse in the smoothing term."""
-        if self.class_weight_sum is None:
-            return self.label_smoothing
-        return self.smoothing_per_class * self.class_weight_sum
 
 
 class Upstream(NamedTuple):
@@ -46,7 +41,7 @@ class Upstream(NamedTuple):
     log_prob: Optional[torch.Tensor] = None
     entropy: Optional[torch.Tensor] = None
     lse: Optional[torch.Tensor] = None
-    sum_logits: Optional[torch.Tensor] = None
+    sum_log_probs: Optional[torch.Tensor] = None
 
 
 class Coefficients(NamedTuple):
@@ -58,12 +53,11 @@ class Coefficients(NamedTuple):
     d: Optional[torch.Tensor]
 
 
-def token_loss(log_prob, lse, sum_logits, target_weight, token_weight, options: LossOptions) -> torch.Tensor:
+def token_loss(log_prob, lse, sum_log_probs, target_weight, token_weight, options: LossOptions) -> torch.Tensor:
     """Per-token loss from the row statistics. target_weight is w_y; both weights may be None (= 1)."""
     loss = -log_prob if target_weight is None else -log_prob * target_weight
     if options.label_smoothing:
-        smooth = options.smoothing_total * lse - options.smoothing_per_class * sum_logits
-        loss = (1 - options.label_smoothing) * loss + smooth
+        loss = (1 - options.label_smoothing) * loss - options.smoothing_per_class * sum_log_probs
     if options.z_loss:
         loss = loss + options.z_loss * lse * lse
     return loss if token_weight is None else loss * token_weight
@@ -76,20 +70,19 @@ def token_loss_upstream(grad, lse, target_weight, token_weight, options: LossOpt
     log_prob = -(1 - options.label_smoothing) * grad
     if target_weight is not None:
         log_prob = log_prob * target_weight
-    u_lse = u_sum = None
-    if options.label_smoothing:
-        u_lse = options.smoothing_total * grad
-        u_sum = -options.smoothing_per_class * grad
-    if options.z_loss:
-        z_term = (2 * options.z_loss) * lse * grad
-        u_lse = z_term if u_lse is None else u_lse + z_term
-    return Upstream(log_prob=log_prob, lse=u_lse, sum_logits=u_sum)
+    return Upstream(
+        log_prob=log_prob,
+        lse=(2 * options.z_loss) * lse * grad if options.z_loss else None,
+        sum_log_probs=-options.smoothing_per_class * grad if options.label_smoothing else None,
+    )
 
 
-def coefficients(upstream: Upstream, like: torch.Tensor) -> Coefficients:
-    """The gradient family's coefficients; `like` gives shape, dtype and device where an upstream is absent."""
-    zero = torch.zeros_like(like)
-    t = zero if upstream.log_prob is None else upstream.log_prob
+def coefficients(upstream: Upstream, class_weight_sum, like: torch.Tensor) -> Coefficients:
+    """The gradient family's coefficients. class_weight_sum is sum_j w_j; `like` gives shape, dtype and device where an
+    upstream is absent."""
+    t = torch.zeros_like(like) if upstream.log_prob is None else upstream.log_prob
     a = -t if upstream.lse is None else upstream.lse - t
+    if upstream.sum_log_probs is not None:
+        a = a - class_weight_sum * upstream.sum_log_probs
     b = None if upstream.entropy is None else -upstream.entropy
-    return Coefficients(a=a, b=b, t=t, d=upstream.sum_logits)
+    return Coefficients(a=a, b=b, t=t, d=upstream.sum_log_probs)

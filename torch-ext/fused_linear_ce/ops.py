@@ -29,12 +29,6 @@ def make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace) -> Ca
     )  # fmt: skip
 
 
-def token_row_scaled(needs_entropy_grad: bool, needs_sum_grad: bool, softcap: Optional[float]) -> bool:
-    """Whether dlogits is E times a factor per row plus a rank-1 term: not with b != 0, nor with d != 0 under a softcap
-    (loss.py's family)."""
-    return not needs_entropy_grad and not (needs_sum_grad and softcap is not None)
-
-
 def _isolated(device_type: str):
     """Operators inside must neither be autocast again nor recorded."""
     return torch.autocast(device_type, enabled=False)
@@ -59,28 +53,22 @@ def loss_forward(
     needs_weight: bool,
     needs_bias: bool,
     workspace: Optional[int],
+    dense: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """passes.LossResult for hidden (N, H), weight (V, H), targets (N,)."""
     needs = Needs(needs_hidden, needs_weight, needs_bias)
     call = make_call(hidden, weight, compute_dtype, needs, True, workspace)
-    options = loss_options(label_smoothing, z_loss, weight.shape[0], class_weight, compute_dtype)
+    options = LossOptions(label_smoothing, z_loss, weight.shape[0])
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, "scalar")
-        return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, metrics))
-
-
-def loss_options(label_smoothing, z_loss, vocab, class_weight, compute_dtype) -> LossOptions:
-    total = None
-    if class_weight is not None:
-        total = class_weight.to(accumulation_dtype(compute_dtype)).sum()
-    return LossOptions(label_smoothing, z_loss, vocab, total)
+        return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, metrics, dense))
 
 
 @loss_forward.register_fake
 def _(
     hidden, weight, targets, bias, class_weight, token_weight, ignore_index, logit_scale, softcap, label_smoothing,
-    z_loss, metrics, compute_dtype, needs_hidden, needs_weight, needs_bias, workspace,
+    z_loss, metrics, compute_dtype, needs_hidden, needs_weight, needs_bias, workspace, dense=True,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
 
@@ -101,60 +89,69 @@ def loss_backward(
     grad_hidden: Tensor,
     grad_weight: Tensor,
     grad_bias: Tensor,
-    hidden_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place, rounded once."""
+    """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place, rounded once.
+
+    The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
+    which has none, and does not pass for zero.
+    """
     backend = backends.load(backends.choose(grad.device.type, grad.dtype == torch.float64))
 
     def scaled(saved: Tensor, dtype: torch.dtype) -> Tensor:
+        if not saved.is_contiguous():  # zeros without storage: no token was valid
+            return torch.zeros(saved.shape, dtype=dtype, device=saved.device)
         out = torch.empty_like(saved, dtype=dtype)
         backend.scale(saved, grad, out)
         return out
 
-    return (
-        scaled(grad_hidden, hidden_dtype),
-        scaled(grad_weight, weight_dtype),
-        scaled(grad_bias, bias_dtype),
-    )
+    pairs = zip((grad_hidden, grad_weight, grad_bias), _gradient_dtypes(hidden, weight, bias))
+    return tuple(scaled(saved, dtype) for saved, dtype in pairs)
+
+
+def _gradient_dtypes(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple:
+    return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
 @loss_backward.register_fake
-def _(grad, grad_hidden, grad_weight, grad_bias, hidden_dtype, weight_dtype, bias_dtype):
-    pairs = ((grad_hidden, hidden_dtype), (grad_weight, weight_dtype), (grad_bias, bias_dtype))
-    return tuple(torch.empty_like(saved, dtype=dtype) for saved, dtype in pairs)
+def _(grad, grad_hidden, grad_weight, grad_bias, hidden, weight, bias):
+    pairs = zip((grad_hidden, grad_weight, grad_bias), _gradient_dtypes(hidden, weight, bias))
+    return tuple(torch.empty_like(saved, dtype=dtype, memory_format=torch.contiguous_format) for saved, dtype in pairs)
 
 
 def _loss_setup(ctx, inputs, output) -> None:
     hidden, weight, _, bias = inputs[:4]
-    ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     ctx.needs = inputs[13:16]
-    ctx.save_for_backward(*output[6:])
+    ctx.save_for_backward(*output[6:], hidden, weight, bias)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def is_one(grad: Tensor) -> bool:
-    """Whether the scalar is known to be 1 without a synchronisation or a guard: then there is nothing to multiply."""
+def _graph_is_kept() -> bool:
+    """Whether the running backward may be followed by another over the same graph (retain_graph, create_graph)."""
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if query is None else query()
+
+
+def _nothing_to_scale(grad: Tensor, saved: tuple, dtypes: tuple) -> bool:
+    """Whether the saved gradients can be handed over as they are: the scalar is 1, which is known without a
+    synchronisation or a guard, and nobody will ask for them again."""
     readable = type(grad) is Tensor and grad.device.type == "cpu" and not torch.compiler.is_compiling()
-    return readable and grad.item() == 1
-
-
-def scale_saved_gradients(grad: Tensor, saved: tuple, dtypes: tuple, needs: tuple) -> tuple:
-    """(dX, dW, db) from loss_forward's gradients; None where not wanted."""
-    if is_one(grad):
-        scaled = tuple(s if s.dtype == d else s.to(d) for s, d in zip(saved, dtypes))
-    else:
-        scaled = loss_backward(grad, *saved, *dtypes)
-    return tuple(s if n else None for s, n in zip(scaled, needs))
+    same = all(s.dtype == d and s.is_contiguous() for s, d in zip(saved, dtypes))
+    return readable and same and grad.item() == 1 and not _graph_is_kept()
 
 
 def _loss_backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 17
-    dx, dw, db = scale_saved_gradients(grad, ctx.saved_tensors, ctx.dtypes, ctx.needs)
-    return (dx, dw, None, db, *(None,) * 13)
+        return (None,) * 18
+    tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
+    saved, parameters = tensors[:3], tensors[3:]
+    if not _nothing_to_scale(grad, saved, _gradient_dtypes(*parameters)):
+        saved = loss_backward(grad, *saved, *parameters)
+    dx, dw, db = (s if n else None for s, n in zip(saved, ctx.needs))
+    return (dx, dw, None, db, *(None,) * 14)
 
 
 loss_forward.register_autograd(_loss_backward, setup_context=_loss_setup)
@@ -171,7 +168,7 @@ def token_forward(
     logit_scale: float,
     softcap: Optional[float],
     entropy: bool,
-    sum_logits: bool,
+    sum_log_probs: bool,
     log_sum_sq: bool,
     is_top1: bool,
     compute_dtype: torch.dtype,
@@ -180,7 +177,7 @@ def token_forward(
     needs_bias: bool,
     row_scaled: bool,
     workspace: Optional[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """passes.TokenResult for hidden (N, H), weight (V, H), targets (N,)."""
     call = make_call(
         hidden, weight, compute_dtype, (needs_hidden, needs_weight, needs_bias), row_scaled, workspace
@@ -188,13 +185,13 @@ def token_forward(
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, "token")
-        return tuple(passes.token_statistics(problem, Wants(entropy, sum_logits, log_sum_sq, is_top1)))
+        return tuple(passes.token_statistics(problem, Wants(entropy, sum_log_probs, log_sum_sq, is_top1)))
 
 
 @token_forward.register_fake
 def _(
-    hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, entropy, sum_logits, log_sum_sq,
-    is_top1, compute_dtype, needs_hidden, needs_weight, needs_bias, row_scaled, workspace,
+    hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, entropy, sum_log_probs,
+    log_sum_sq, is_top1, compute_dtype, needs_hidden, needs_weight, needs_bias, row_scaled, workspace,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
     call = make_call(
@@ -206,7 +203,8 @@ def _(
         return hidden.new_empty((n_tokens if wanted else 0,), dtype=dtype)
 
     return (
-        new(), new(entropy), new(), new(sum_logits), new(log_sum_sq), new(is_top1, torch.bool), new(), new(), new(),
+        new(), new(entropy), new(), new(sum_log_probs), new(log_sum_sq), new(is_top1, torch.bool),
+        new(), new(), new(), new(),
         hidden.new_empty(
             passes.kept_exps_shape(call, n_tokens), dtype=backends.exps_dtype(call.backend, compute_dtype)
         ),
@@ -218,16 +216,16 @@ def token_backward(
     grad_log_probs: Optional[Tensor],
     grad_entropy: Optional[Tensor],
     grad_lse: Optional[Tensor],
-    grad_sum_logits: Optional[Tensor],
+    grad_sum_log_probs: Optional[Tensor],
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Optional[Tensor],
     class_weight: Optional[Tensor],
-    log_probs: Tensor,
     entropy: Tensor,
     max: Tensor,
     log_sum: Tensor,
+    target: Tensor,
     scale: Tensor,
     exps: Tensor,
     ignore_index: int,
@@ -247,19 +245,17 @@ def token_backward(
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, "token")
         empty = hidden.new_empty(0)
-        saved = passes.TokenResult(
-            log_probs, entropy, empty, empty, empty, empty, max, log_sum, scale, exps
-        )
-        upstream = Upstream(grad_log_probs, grad_entropy, grad_lse, grad_sum_logits)
+        saved = passes.TokenResult(empty, entropy, empty, empty, empty, empty, max, log_sum, target, scale, exps)
+        upstream = Upstream(grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs)
         dx, dw, db = passes.token_gradients(problem, needs, upstream, saved)
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 
 @token_backward.register_fake
 def _(
-    grad_log_probs, grad_entropy, grad_lse, grad_sum_logits, hidden, weight, targets, bias, class_weight, log_probs,
-    entropy, max, log_sum, scale, exps, ignore_index, logit_scale, softcap, compute_dtype, needs_hidden, needs_weight,
-    needs_bias, row_scaled, workspace,
+    grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, hidden, weight, targets, bias, class_weight,
+    entropy, max, log_sum, target, scale, exps, ignore_index, logit_scale, softcap, compute_dtype, needs_hidden,
+    needs_weight, needs_bias, row_scaled, workspace,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
     return (
@@ -271,15 +267,20 @@ def _(
 
 def _token_setup(ctx, inputs, output) -> None:
     hidden, weight, targets, bias, class_weight = inputs[:5]
-    log_probs, entropy, *_ = output
-    ctx.save_for_backward(hidden, weight, targets, bias, class_weight, log_probs, entropy, *output[6:])
+    ctx.save_for_backward(hidden, weight, targets, bias, class_weight, output[1], *output[6:])
     ctx.options = (*inputs[5:8], *inputs[12:])
+    ctx.wants_entropy, ctx.wants_sum = inputs[8:10]
     ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
 
 
-def _token_backward(ctx, grad_log_probs, grad_entropy, grad_lse, grad_sum_logits, *_):
-    grads = (grad_log_probs, grad_entropy, grad_lse, grad_sum_logits)
+def _token_backward(ctx, grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, *_):
+    grads = (
+        grad_log_probs,
+        grad_entropy if ctx.wants_entropy else None,  # of a 0-element output: not a gradient of anything
+        grad_lse,
+        grad_sum_log_probs if ctx.wants_sum else None,
+    )
     none = (None,) * 18
     if all(g is None for g in grads):
         return none

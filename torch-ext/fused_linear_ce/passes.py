@@ -199,13 +199,13 @@ class GradientSink:
             part = (constant @ x.to(p.acc), constant.sum())
             self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
 
-    def add_exact(self, start: int, stop: int, x, e: torch.Tensor) -> None:
-        """A chunk given as finished dlogits."""
+    def add_exact(self, start: int, stop: int, x, e: torch.Tensor, rounding: Optional[torch.Tensor]) -> None:
+        """A chunk given as finished dlogits, with _rounding_of_target's factor."""
         p = self.problem
         if self.needs.hidden:
             out = p.new_accumulator(stop - start, x.shape[1])
             p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
-            p.rows.put(out, self.hidden, start, stop)
+            p.rows.put(out if rounding is None else out.mul_(rounding), self.hidden, start, stop)
         if self.needs.weight:
             self._add_weight(e, x.to(e.dtype))
         if self.needs.bias:
@@ -222,6 +222,11 @@ class GradientSink:
             self.weight.addr_(weights, x_sum)
         if self.needs.bias:
             self.bias.add_(weights * d_sum)
+
+
+def row_scaled(c: Coefficients, softcap: Optional[float]) -> bool:
+    """Whether dlogits is E times a factor per row plus a rank-1 term: not with b, nor with d under a softcap."""
+    return c.b is None and (c.d is None or softcap is None)
 
 
 def _live_coefficients(rows: Rows, c: Coefficients) -> Coefficients:
@@ -245,14 +250,27 @@ class LossResult(NamedTuple):
     grad_bias: torch.Tensor  # (V,)
 
 
+def _zeros_without_storage(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
 def loss_and_gradients(
-    problem: Problem, needs: Needs, options: LossOptions, token_weight: Optional[torch.Tensor], metrics: bool
+    problem: Problem,
+    needs: Needs,
+    options: LossOptions,
+    token_weight: Optional[torch.Tensor],
+    metrics: bool,
+    dense: bool,
 ) -> LossResult:
-    """The summed loss and its gradients in one pass over the tokens (3 G)."""
+    """The summed loss and its gradients in one pass over the tokens (3 G).
+
+    dense: a compiled graph expects contiguous outputs; else the (V, H) zeros of a batch without valid tokens are made
+    only in the backward, in the weight's dtype.
+    """
     p, rows, acc = problem, problem.rows, problem.acc
     n_tokens, hidden_size = p.hidden.shape
     vocab = p.head.weight.shape[0]
-    wants = Wants(entropy=metrics, is_top1=metrics, sum_logits=options.label_smoothing > 0)
+    wants = Wants(entropy=metrics, is_top1=metrics, sum_log_probs=options.label_smoothing > 0)
     stats = Stats.empty(len(rows), wants, acc, p.hidden.device)
     token_weight = None if token_weight is None else rows.take(token_weight).to(acc)
     target_weight = _target_weight(p.head.class_weight, rows, acc)
@@ -265,20 +283,23 @@ def loss_and_gradients(
         p,
         needs,
         output(needs.hidden, n_tokens, hidden_size, zero=rows.index is not None),
-        output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),
+        _zeros_without_storage(acc, p.hidden.device, vocab, hidden_size)
+        if needs.weight and len(rows) == 0 and not dense
+        else output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),
         output(needs.bias, vocab, zero=True),
     )
     buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
     loss_sum = torch.zeros((), dtype=acc, device=p.hidden.device)
+    weight_sum = p.head.class_weight_sum() if wants.sum_log_probs else None
     for start, stop in p.chunks():
         x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
         part = replace(rows, live=None if rows.live is None else rows.live[start:stop])
         p.backend.forward(x, rows.targets[start:stop], p.head, wants, s, e)
         weights = tuple(None if w is None else w[start:stop] for w in (target_weight, token_weight))
-        losses = token_loss(s.log_prob, s.lse, s.sum_logits, *weights, options)
+        losses = token_loss(s.log_prob, s.lse, s.sum_log_probs, *weights, options)
         loss_sum += _live_sum(part, losses)
         upstream = token_loss_upstream(torch.ones_like(losses), s.lse, *weights, options)
-        sink.add_scaled(start, stop, x, e, s, _live_coefficients(part, coefficients(upstream, losses)))
+        sink.add_scaled(start, stop, x, e, s, _live_coefficients(part, coefficients(upstream, weight_sum, losses)))
     sink.finish_constant()
     count = _count(rows, p.hidden.device)
     zero = torch.zeros((), dtype=acc, device=p.hidden.device)
@@ -315,11 +336,12 @@ class TokenResult(NamedTuple):
     log_probs: torch.Tensor
     entropy: torch.Tensor
     lse: torch.Tensor
-    sum_logits: torch.Tensor
+    sum_log_probs: torch.Tensor
     log_sum_sq: torch.Tensor
     is_top1: torch.Tensor
     max: torch.Tensor
     log_sum: torch.Tensor
+    target: torch.Tensor
     scale: torch.Tensor
     exps: torch.Tensor  # (kept rows, padded V)
 
@@ -347,16 +369,20 @@ def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
         return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
 
+    # What no row wrote is zero, not whatever memory held.
     stats.scale[kept:] = 0.0
+    kept_buffer[kept:] = 0.0
+    kept_buffer[:, vocab:] = 0.0
     return TokenResult(
         per_token(stats.log_prob),
         per_token(stats.entropy),
         per_token(stats.lse),
-        per_token(stats.sum_logits),
+        per_token(stats.sum_log_probs),
         per_token(stats.log_sum_sq),
         per_token(stats.is_top1, torch.bool),
         per_token(stats.max),
         per_token(stats.log_sum),
+        per_token(stats.target),
         per_token(stats.scale),
         kept_buffer,
     )
@@ -370,12 +396,13 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     p, rows, plan, head = problem, problem.rows, problem.plan, problem.head
     vocab = head.weight.shape[0]
     upstream = Upstream(*(None if u is None else rows.take(u).to(p.acc) for u in upstream))
-    log_sum, log_prob = rows.take(saved.log_sum), rows.take(saved.log_probs)
     entropy = rows.take(saved.entropy) if upstream.entropy is not None else None
-    stats = Stats(
-        rows.take(saved.max), log_sum, log_prob + log_sum, rows.take(saved.scale), entropy, None, None, None
-    )
-    c = _live_coefficients(rows, coefficients(upstream, log_sum))
+    max_, log_sum, target, scale = (rows.take(t) for t in (saved.max, saved.log_sum, saved.target, saved.scale))
+    stats = Stats(max_, log_sum, target, scale, entropy, None, None, None)
+    weight_sum = head.class_weight_sum() if upstream.sum_log_probs is not None else None
+    c = _live_coefficients(rows, coefficients(upstream, weight_sum, log_sum))
+    if rows.live is not None:
+        stats.scale = torch.where(rows.live, stats.scale, 1.0)  # finite beside the zero coefficients of masked rows
     # A row without a class has NaN statistics, and a NaN gradient whatever its upstream is.
     c = c._replace(a=c.a + torch.where(rows.targets < 0, torch.nan, 0.0).to(p.acc))
 
@@ -401,7 +428,7 @@ def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> Non
     rows, head, vocab = p.rows, p.head, p.head.weight.shape[0]
     accumulator = dw if dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
     sink = GradientSink(p, needs, dx, accumulator, db)
-    kept = min(p.plan.kept_rows, len(rows))
+    kept = min(p.plan.kept_rows, len(rows)) if row_scaled(c, head.softcap) else 0
     for start, stop in p.chunks(0, kept):
         # E belongs to autograd and a second backward must find it as it was: its target elements are put back.
         # (.data: the version counter must not see this.)
@@ -411,11 +438,12 @@ def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> Non
         sink.add_scaled(start, stop, p.x(start, stop), e, stats.rows(start, stop), _cut(c, start, stop))
         e.scatter_(1, column, before)
     buffer = p.new_exps(min(p.plan.chunk_rows, len(rows) - kept))
+    rounding = _rounding_of_target(p, stats, c_exact)
     for start, stop in p.chunks(kept):
         x, e = p.x(start, stop), buffer[: stop - start]
         targets, s = rows.targets[start:stop], stats.rows(start, stop)
         p.backend.dlogits(x, targets, head, s, _cut(c_exact, start, stop), e)
-        sink.add_exact(start, stop, x, e)
+        sink.add_exact(start, stop, x, e, None if rounding is None else rounding[start:stop])
     sink.finish_constant()
     if accumulator is not dw:
         dw.copy_(accumulator)
@@ -447,8 +475,25 @@ def _gradients_by_slab(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> No
                 p.backend.grad_bias(e, torch.ones_like(s.max), db[first:last])
         if dw_slab is not None:
             dw[first:last] = total
+    rounding = _rounding_of_target(p, stats, c_exact) if needs.hidden else None
+    if rounding is not None:
+        dx_sum.mul_(rounding)
     if dx_sum is not dx:
         rows.put(dx_sum, dx, 0, len(rows))
+
+
+def _rounding_of_target(p: Problem, stats: Stats, c: Coefficients) -> Optional[torch.Tensor]:
+    """What the rounding of the target's dlogit took off it, as a factor that gives it back to dX (see add_scaled).
+
+    None where there is nothing to gain: unrounded dlogits, or a gradient that the target does not dominate.
+    """
+    if p.e_dtype == p.acc or c.b is not None or c.d is not None:
+        return None
+    exact = c.a * torch.expm1(stats.log_prob) + (c.a + c.t)
+    if p.head.softcap is not None:
+        exact = exact * (1 - torch.square((stats.target + stats.max) / p.head.softcap))
+    rounded = exact.to(p.e_dtype)
+    return torch.where(rounded == 0, 1.0, exact / rounded.to(p.acc)).unsqueeze(1)
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from . import backends, validation
-from .backends.base import accumulation_dtype
+from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # Bytes of E that live at once when `workspace` is None. On an accelerator large enough that the GEMMs run at full
@@ -103,13 +103,17 @@ class Call:
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
         self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
         # Copies of the weight: the Triton backend's GEMMs want the dtype of x (and bf16 beside fp16's E); the torch
-        # backend upcasts slab by slab, out of this account's sight but bounded.
-        copies = 0
+        # backend rounds and upcasts a slab of classes at a time.
+        copies = upcast = 0
         if self.backend == "triton":
             copies += dtype.itemsize if weight_dtype != dtype else 0
             copies += self.exp if dtype == torch.float16 and any(needs) else 0
+        elif dtype != acc or weight_dtype != acc:
+            upcast = min(2 * UPCAST_BYTES, vocab * hidden_size * 2 * acc.itemsize)
         self.copy_class = copies * hidden_size
         self.copy_weight = copies * hidden_size * vocab
+        self.upcast = upcast
+        self.weights = self.copy_weight + upcast
 
     def budget(self) -> int:
         return self.default_chunk if self.workspace is None else self.workspace
@@ -118,22 +122,22 @@ class Call:
         """Whether a scalar loss makes its gradients in the forward; depends on N only with an explicit workspace."""
         if not self.row_scaled or self.workspace is None:
             return self.row_scaled
-        held = self.saved_weight + n_tokens * self.saved_hidden_row + self.copy_weight
+        held = self.saved_weight + n_tokens * self.saved_hidden_row + self.weights
         return self.workspace - held >= MIN_ROWS * self.row
 
     def whole_vocabulary(self) -> bool:
         """Whether a recomputing backward can hold the accumulator of the whole dW."""
-        fixed = self.acc_weight + self.copy_weight
+        fixed = self.acc_weight + self.weights
         return self.workspace is None or self.workspace - fixed >= 2 * MIN_ROWS * self.row
 
     def kept_rows(self, n_tokens: int) -> int:
         """Rows whose E is kept for a backward with per-token upstream gradients."""
         if not self.row_scaled or not any(self.needs) or not self.whole_vocabulary():
             return 0
-        budget = self.budget() - (0 if self.workspace is None else self.acc_weight + self.copy_weight)
+        budget = self.budget() - (0 if self.workspace is None else self.acc_weight + self.weights)
         if n_tokens * self.row <= budget:
             return n_tokens
-        return (budget - self.recompute_chunk(budget)) // self.row
+        return max(0, (budget - self.recompute_chunk(budget)) // self.row)
 
     def recompute_chunk(self, budget: int) -> int:
         """Bytes of the budget set aside for the chunk of rows that are recomputed beside the kept ones."""
@@ -158,36 +162,39 @@ def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
             flop_g, held,
         )  # fmt: skip
 
-    def rows_in(budget: int, tokens: int = n_tokens, row: int = call.row) -> int:
-        return _whole_tiles(max(budget // row, MIN_ROWS), tokens)
+    def rows_in(budget: int, tokens: int = n_tokens, row: int = call.row, least: int = MIN_ROWS) -> int:
+        return _whole_tiles(max(budget // row, least), tokens)
 
     gemms = 1.0 + call.needs.hidden + call.needs.weight
     if not any(call.needs):
         row = call.statistics_row
-        copies = call.workspace is None or call.workspace - call.copy_weight >= MIN_ROWS * row
-        held = call.copy_weight if copies else 0
+        copies = call.workspace is None or call.workspace - call.weights >= MIN_ROWS * row
+        held = call.weights if copies else call.upcast
         budget = min(call.budget() - (0 if call.workspace is None else held), call.default_chunk)
-        rows = rows_in(budget, row=row)
-        return result("none", rows, 0, call.vocab, copies, 1.0, held + rows * row)
+        rows = rows_in(budget, row=row, least=MIN_ROWS if call.workspace is None else 1)
+        held += min(rows, n_tokens) * row
+        if call.workspace is not None and held > call.workspace:
+            raise validation.workspace_too_small(call.workspace, held)
+        return result("none", rows, 0, call.vocab, copies, 1.0, held)
 
     if upstream == "scalar" and call.gradients_in_forward(n_tokens):
-        held = call.saved_weight + n_tokens * call.saved_hidden_row + call.copy_weight
+        held = call.saved_weight + n_tokens * call.saved_hidden_row + call.weights
         rows = rows_in(call.default_chunk if call.workspace is None else call.workspace - held)
         return result("forward", rows, 0, call.vocab, True, gemms, held + rows * call.row)
 
     if call.whole_vocabulary():
-        held = call.acc_weight + call.copy_weight
+        held = call.acc_weight + call.weights
         budget = call.budget() - (0 if call.workspace is None else held)
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
         rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), max(rest, 1))
-        rows = rows if rest else min(n_tokens, ROW_MULTIPLE * 8)
+        rows = rows if rest else max(1, min(n_tokens, ROW_MULTIPLE * 8))
         recomputed = rest / n_tokens if n_tokens else 0.0
         held += kept * call.row + (rows * call.row if rest else 0)
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
 
     # Slabs of classes: dX accumulates over the slabs, dW of a slab over the chunks of rows.
-    acc_hidden = n_tokens * call.acc_hidden_row
+    acc_hidden = n_tokens * call.acc_hidden_row + call.upcast
     class_bytes = call.copy_class + (call.acc_weight // call.vocab)
     rows = max(1, min(n_tokens, SLAB_ROWS))
     while True:
@@ -198,7 +205,8 @@ def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
     slab = min(call.vocab, slab // SLAB_MULTIPLE * SLAB_MULTIPLE if slab > SLAB_MULTIPLE else slab)
     per_class = class_bytes + rows * call.exp
     if slab < 1:
-        raise validation.workspace_too_small(call.workspace, acc_hidden + rows * call.x_row + per_class)
+        whole = call.acc_weight + call.weights + 2 * MIN_ROWS * call.row
+        raise validation.workspace_too_small(call.workspace, min(whole, acc_hidden + rows * call.x_row + per_class))
     return result("backward", rows, 0, slab, False, gemms + 1, acc_hidden + rows * call.x_row + slab * per_class)
 
 

@@ -164,6 +164,8 @@ def check_weights(hidden, weight, targets, class_weight, token_weight) -> None:
 
 
 def check_outputs(outputs) -> tuple[str, ...]:
+    if not isinstance(outputs, (str, tuple, list)):
+        raise TypeError(f"outputs must be a tuple of names, got {type(outputs).__name__} {outputs!r}")
     names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     for name in names:
         if name not in OUTPUTS:

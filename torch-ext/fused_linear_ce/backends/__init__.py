@@ -10,17 +10,18 @@ from .base import accumulation_dtype
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's torch calls its devices "cuda" too
 
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 MIN_CAPABILITY = 8  # NVIDIA's Ampere: below it there is no bf16 tensor core for E
 
 
-@torch.compiler.assume_constant_result
 def choose(device_type: str, float64: bool) -> str:
     """Name of the backend for tensors on such a device: by device, never by how torch was built."""
-    if float64 or device_type not in TRITON_DEVICES or importlib.util.find_spec("triton") is None:
+    if float64 or device_type not in TRITON_DEVICES or not HAS_TRITON:
         return "eager"
-    nvidia = device_type == "cuda" and torch.version.hip is None
-    if nvidia and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < MIN_CAPABILITY:
-        return "eager"
+    if device_type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        # (get_device_properties, which torch.compile folds into a constant)
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return "triton" if device.major >= MIN_CAPABILITY else "eager"
     return "triton"
 
 

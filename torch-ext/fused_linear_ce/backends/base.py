@@ -21,6 +21,8 @@ from typing import NamedTuple, Optional
 
 import torch
 
+UPCAST_BYTES = 1 << 20  # copies of the weight that the torch backend upcasts, one slab of classes at a time
+
 
 class Head(NamedTuple):
     """The projection and the logit transform. compute_dtype is what x and weight are rounded to before the GEMM."""
@@ -29,8 +31,14 @@ class Head(NamedTuple):
     bias: Optional[torch.Tensor]  # (V,)
     logit_scale: float
     softcap: Optional[float]
-    class_weight: Optional[torch.Tensor]  # (V,), the w_j of sum_logits and of the constant gradient term
+    class_weight: Optional[torch.Tensor]  # (V,), the w_j of sum_log_probs and of the constant gradient term
     compute_dtype: torch.dtype
+
+    def class_weight_sum(self):
+        """sum_j w_j: a 0-d tensor, or V where there are no class weights."""
+        if self.class_weight is None:
+            return self.weight.shape[0]
+        return self.class_weight.to(accumulation_dtype(self.compute_dtype)).sum()
 
     def columns(self, start: int, stop: int) -> "Head":
         """The same head restricted to the classes [start, stop)."""
@@ -44,7 +52,7 @@ class Wants(NamedTuple):
     """Statistics beyond (max, log_sum, target) that the caller will read."""
 
     entropy: bool = False
-    sum_logits: bool = False
+    sum_log_probs: bool = False
     log_sum_sq: bool = False
     is_top1: bool = False
 
@@ -58,7 +66,7 @@ class Stats:
     target: torch.Tensor  # z_y - max
     scale: torch.Tensor  # exp(c - lse), see above; only written where exps are stored
     entropy: Optional[torch.Tensor]
-    sum_logits: Optional[torch.Tensor]
+    sum_log_probs: Optional[torch.Tensor]  # sum_j w_j log p_j
     log_sum_sq: Optional[torch.Tensor]  # log sum_j p_j^2
     is_top1: Optional[torch.Tensor]
 
@@ -68,7 +76,7 @@ class Stats:
             return torch.empty(rows, dtype=kind, device=device) if wanted else None
 
         return cls(
-            new(), new(), new(), new(), new(wants.entropy), new(wants.sum_logits), new(wants.log_sum_sq),
+            new(), new(), new(), new(), new(wants.entropy), new(wants.sum_log_probs), new(wants.log_sum_sq),
             new(wants.is_top1, torch.bool),
         )  # fmt: skip
 

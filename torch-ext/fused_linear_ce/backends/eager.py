@@ -8,10 +8,9 @@ memory sees the chunk twice (the GEMM's store, the panel's load and store back) 
 import torch
 
 from ..loss import Coefficients
-from .base import Head, Stats, Wants
+from .base import UPCAST_BYTES, Head, Stats, Wants
 
 _PANEL_BYTES = 1 << 20  # elementwise panels: fits in a second-level cache
-_SLAB_BYTES = 32 << 20  # upcast copies of the weight, one slab of classes at a time
 _LOG_ZERO = -1e4  # exp of this or less is 0 in every dtype: stands in for -inf where 0 * -inf must be 0
 
 
@@ -21,7 +20,7 @@ def _slabs(weight: torch.Tensor, compute_dtype: torch.dtype, dtype: torch.dtype)
     if weight.dtype == dtype and compute_dtype == dtype:
         yield 0, vocab, weight
         return
-    step = max(1, _SLAB_BYTES // (hidden_size * dtype.itemsize))
+    step = max(1, UPCAST_BYTES // (hidden_size * dtype.itemsize))
     for start in range(0, vocab, step):
         stop = min(start + step, vocab)
         yield start, stop, weight[start:stop].to(compute_dtype).to(dtype)
@@ -55,12 +54,12 @@ def _chain(z: torch.Tensor, softcap: float) -> torch.Tensor:
     return torch.square(z / softcap).neg_().add_(1.0)
 
 
-def _weighted_sum(z: torch.Tensor, class_weight) -> torch.Tensor:
-    """sum_j w_j z_j; a class of weight 0 adds nothing, also when its logit is -inf."""
+def _weighted_sum(d: torch.Tensor, class_weight) -> torch.Tensor:
+    """sum_j w_j d_j; a class of weight 0 adds nothing, also when its d is -inf."""
     if class_weight is None:
-        return z.sum(1)
-    weights = class_weight.to(z.dtype)
-    return torch.where(weights == 0, 0.0, z * weights).sum(1)
+        return d.sum(1)
+    weights = class_weight.to(d.dtype)
+    return torch.where(weights == 0, 0.0, d * weights).sum(1)
 
 
 def _first_argmax(z: torch.Tensor, m: torch.Tensor, z_y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -79,6 +78,7 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
     buffer = x.new_empty(x.shape[0], vocab) if exps is None else exps
     _project(x, head, buffer)
     column = targets.clamp(min=0).unsqueeze(1)
+    weight_sum = head.class_weight_sum() if wants.sum_log_probs else None
     for start, stop in _panels(x.shape[0], vocab, buffer.dtype):
         z, s = buffer[start:stop], stats.rows(start, stop)
         out = z if exps is not None else None
@@ -86,8 +86,6 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
         m = torch.amax(z, 1)
         z_y = z.gather(1, column[start:stop]).squeeze(1)
         s.max.copy_(m)
-        if wants.sum_logits:
-            s.sum_logits.copy_(_weighted_sum(z, head.class_weight))
         if wants.is_top1:
             s.is_top1.copy_(_first_argmax(z, m, z_y, targets[start:stop]))
         chi = _chain(z, head.softcap) if out is not None and head.softcap is not None else None
@@ -96,6 +94,8 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
         total = e.sum(1)
         torch.log(total, out=s.log_sum)
         torch.sub(z_y, m, out=s.target)
+        if wants.sum_log_probs:
+            s.sum_log_probs.copy_(_weighted_sum(d, head.class_weight) - weight_sum * s.log_sum)
         if wants.entropy:
             d.clamp_(min=_LOG_ZERO)
             torch.sub(s.log_sum, d.mul_(e).sum(1).div_(total), out=s.entropy)
@@ -106,7 +106,7 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
             if chi is not None:
                 out.mul_(chi)
     poison = torch.where(targets < 0, torch.nan, 0.0).to(stats.max.dtype)
-    for value in (stats.log_sum, stats.entropy, stats.sum_logits, stats.log_sum_sq):
+    for value in (stats.log_sum, stats.entropy, stats.sum_log_probs, stats.log_sum_sq):
         if value is not None:
             value.add_(poison)
     if wants.is_top1:
@@ -135,10 +135,12 @@ def dlogits(
         else:
             log_p.clamp_(min=_LOG_ZERO)
             value = log_p.add_(s.entropy.unsqueeze(1)).mul_(b[at]).add_(a[at]).mul_(p)
-        # a p_y + t with t = -a must not cancel: a (p_y - 1) + (a + t), from the target's own log-probability
-        here = column[at]
-        at_target = value.gather(1, here) - a[at] * torch.exp(s.log_prob.unsqueeze(1))
-        at_target += a[at] * torch.expm1(s.log_prob.unsqueeze(1)) + (a[at] + t[at])
+        # a p_y + t with t = -a must not cancel: a (p_y - 1) + (a + t), from the forward's own log-probability
+        here, log_p_y = column[at], s.log_prob.unsqueeze(1)
+        at_target = a[at] * torch.expm1(log_p_y) + (a[at] + t[at])
+        if b is not None:
+            clamped = log_p_y.clamp(min=_LOG_ZERO)
+            at_target += b[at] * torch.exp(log_p_y) * (clamped + s.entropy.unsqueeze(1))
         value.scatter_(1, here, torch.where(inside[at].unsqueeze(1), at_target, value.gather(1, here)))
         if d is not None:
             weights = 1.0 if head.class_weight is None else head.class_weight.to(value.dtype)

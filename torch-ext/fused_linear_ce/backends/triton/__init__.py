@@ -78,7 +78,8 @@ class _Launch:
             self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
             if out is not None:
                 self.out = TensorDescriptor.from_tensor(out, [t.rows, t.columns])
-        self.bias = x if head.bias is None else head.bias  # a pointer that the kernel will not read
+        self.bias = x if head.bias is None else head.bias.contiguous()  # x: a pointer that the kernel will not read
+        self.class_weight = x if head.class_weight is None else head.class_weight.contiguous()
         self.softcap = 1.0 if head.softcap is None else head.softcap
         self.flags = {
             "ROWS": t.rows,
@@ -105,7 +106,7 @@ def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tens
     rows = 16  # small tiles: a chunk's rows have to fill the device
     weight = head.weight
     fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
-        x, weight, x if head.bias is None else head.bias, targets, reference,
+        x, weight, x if head.bias is None else head.bias.contiguous(), targets, reference,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
@@ -131,6 +132,7 @@ def forward(
     """
     if x.shape[0] == 0:
         return
+    targets = targets.contiguous()
     with _guard(x):
         launch = _Launch(x, head, exps, tiles)
         store = exps is not None
@@ -141,7 +143,8 @@ def forward(
             return torch.empty(shape, dtype=torch.float32, device=device)
 
         partials = (
-            partial(), partial(), partial(wants.entropy), partial(wants.log_sum_sq), partial(wants.sum_logits),
+            partial(), partial(), partial(wants.entropy), partial(wants.log_sum_sq), partial(wants.sum_log_probs),
+            torch.empty(launch.column_tiles, dtype=torch.float32, device=device),
             torch.zeros(rows, dtype=torch.float32, device=device), torch.ones(rows, dtype=torch.int8, device=device),
         )  # fmt: skip
         if store:
@@ -152,20 +155,19 @@ def forward(
             )
         else:
             marks = (stats.max, targets, targets)  # pointers that the kernels will not read
-        class_weight = x if head.class_weight is None else head.class_weight
-        asked = {"ENTROPY": wants.entropy, "SQUARES": wants.log_sum_sq, "LOGITS": wants.sum_logits}
+        asked = {"ENTROPY": wants.entropy, "SQUARES": wants.log_sum_sq, "SHIFTED": wants.sum_log_probs}
         unused = stats.max
         outputs = (stats.max, stats.log_sum, stats.target, stats.scale) + tuple(
             unused if s is None else s
             for s in (
-                stats.entropy, stats.sum_logits, stats.log_sum_sq,
+                stats.entropy, stats.sum_log_probs, stats.log_sum_sq,
                 None if stats.is_top1 is None else stats.is_top1.view(torch.int8),
             )
         )  # fmt: skip
         block = 16 if device.type == "cpu" else 32
         for repair in (False, True) if store else (False,):
             fwd.forward_kernel[launch.grid](
-                launch.x, launch.weight, launch.bias, targets, class_weight, *marks, launch.out, *partials,
+                launch.x, launch.weight, launch.bias, targets, launch.class_weight, *marks, launch.out, *partials,
                 rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
                 *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
                 STORE=store, REPAIR=repair, **asked, **launch.flags,
@@ -186,10 +188,10 @@ def dlogits(
         return
     with _guard(x):
         launch = _Launch(x, head, out)
-        c = coefficients
+        c = Coefficients(*(None if v is None else v.contiguous() for v in coefficients))
         unused = stats.max
         bwd.dlogits_kernel[launch.grid](
-            launch.x, launch.weight, launch.bias, targets, x if head.class_weight is None else head.class_weight,
+            launch.x, launch.weight, launch.bias, targets, launch.class_weight,
             stats.max, stats.log_sum, stats.log_prob, unused if c.b is None else stats.entropy,
             c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
             launch.rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .logits import chain, exp, tile_order, tile_product, transform
 
-LIMIT = 60.0  # nats that a row's maximum may lie above its reference
+LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times passes._NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
 LOG_ZERO = tl.constexpr(-1e4)  # exp of this is 0: stands in for -inf where 0 * -inf must be 0
 
@@ -64,19 +64,19 @@ def reference_kernel(
 def forward_kernel(
     x, w, bias, targets, class_weight,
     reference, marked, any_marked,
-    exps, tile_max, tile_sum, tile_dot, tile_squares, tile_logits, target_z, target_beaten,
+    exps, tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
     R, V, H, row_tiles, column_tiles,
     stride_xr, stride_wv, stride_wh, stride_er, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, COMPUTE: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program walks over tiles of ROWS x COLUMNS logits. Per tile and row it leaves behind, at
-    [column tile, row]: the maximum, sum exp(z - c), sum exp(z - c)(z - c), sum exp(z - c)^2 and sum w_j z_j (the last
-    three if asked for), with c the row's reference where E is stored and the tile's own maximum elsewhere. The tile
-    that holds a row's target writes its logit, and whether an earlier class of the tile reaches it.
+    [column tile, row]: the maximum, sum exp(z - c), sum exp(z - c)(z - c), sum exp(z - c)^2 and sum w_j (z_j - c) (the
+    last three if asked for), with c the row's reference where E is stored and the tile's own maximum elsewhere. The
+    tile that holds a row's target writes its logit, and whether an earlier class of the tile reaches it.
     """
     if REPAIR:
         if tl.load(any_marked) == 0:
@@ -129,13 +129,14 @@ def forward_kernel(
                 tl.store(tile_dot + partial, tl.sum(e * d, 1), mask=live)
             if SQUARES:
                 tl.store(tile_squares + partial, tl.sum(e * e, 1), mask=live)
-            if LOGITS:
-                weighted = z
+            if SHIFTED:
+                class_w = (columns < V).to(tl.float32)
                 if HAS_CLASS_WEIGHT:
                     class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-                    weighted = tl.where((class_w == 0.0)[None, :], 0.0, z * class_w[None, :])
-                weighted = tl.where((columns < V)[None, :], weighted, 0.0)
-                tl.store(tile_logits + partial, tl.sum(weighted, 1), mask=live)
+                # A class of weight 0 adds nothing, also when its logit is -inf.
+                weighted = tl.where((class_w == 0.0)[None, :], 0.0, (z - c[:, None]) * class_w[None, :])
+                tl.store(tile_shifted + partial, tl.sum(weighted, 1), mask=live)
+                tl.store(tile_weight + column_tile, tl.sum(class_w, 0))  # the same from every row tile
             if STORE:
                 value = chain(e, z, softcap, HAS_SOFTCAP)
                 if DESCRIPTORS:
@@ -148,12 +149,12 @@ def forward_kernel(
 @triton.jit
 def combine_kernel(
     targets, reference, marked, any_marked,
-    tile_max, tile_sum, tile_dot, tile_squares, tile_logits, target_z, target_beaten,
-    out_max, out_log_sum, out_target, out_scale, out_entropy, out_logits, out_squares, out_top1,
+    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
+    out_max, out_log_sum, out_target, out_scale, out_entropy, out_sum_log_probs, out_squares, out_top1,
     R, column_tiles, limit,
     ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr, TOP1: tl.constexpr, COMPUTE: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, TOP1: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows: the partial statistics of all column tiles, in one order, to the row's statistics.
 
@@ -188,7 +189,8 @@ def combine_kernel(
     total = tl.zeros((ROWS,), dtype=tl.float32)
     dot = tl.zeros((ROWS,), dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
-    logits = tl.zeros((ROWS,), dtype=tl.float32)
+    shifted = tl.zeros((ROWS,), dtype=tl.float32)
+    weight = tl.zeros((1,), dtype=tl.float32)
     for first in range(0, column_tiles, TILES):
         tile = first + tiles
         mask = (tile < column_tiles)[:, None] & live[None, :]
@@ -211,8 +213,17 @@ def combine_kernel(
                 dot += tl.sum(factor * (t_dot + t_sum * shift), 0)
             if SQUARES:
                 squares += tl.sum(tl.load(tile_squares + at, mask=mask, other=0.0) * factor * factor, 0)
-        if LOGITS:
-            logits += tl.sum(tl.load(tile_logits + at, mask=mask, other=0.0), 0)
+        if SHIFTED:
+            t_shifted = tl.load(tile_shifted + at, mask=mask, other=0.0)
+            t_weight = tl.load(tile_weight + tile, mask=tile < column_tiles, other=0.0)[:, None]
+            if STORE:
+                t_shifted += t_weight * (c - m)[None, :]
+            else:
+                t_c = tl.load(tile_max + at, mask=mask, other=0.0)
+                t_c = tl.where(t_c == float("-inf"), 0.0, t_c)
+                t_shifted += t_weight * (t_c - m[None, :])
+            shifted += tl.sum(tl.where(mask, t_shifted, 0.0), 0)
+            weight += tl.sum(t_weight, 0)
     if STORE and not REPAIR:
         over = live & ((m - c) > limit)
         tl.store(marked + rows, over.to(tl.int32), mask=live)
@@ -234,8 +245,8 @@ def combine_kernel(
         tl.store(out_entropy + rows, log_total - dot / total + poison, mask=live)
     if SQUARES:
         tl.store(out_squares + rows, tl.log(squares) - 2.0 * log_total + poison, mask=live)
-    if LOGITS:
-        tl.store(out_logits + rows, logits + poison, mask=live)
+    if SHIFTED:
+        tl.store(out_sum_log_probs + rows, shifted - weight * log_sum + poison, mask=live)
     if TOP1:
         beaten = tl.load(target_beaten + rows, mask=live, other=1)
         top1 = (z_y == m) & (earlier < z_y) & (beaten == 0) & (log_sum == log_sum)

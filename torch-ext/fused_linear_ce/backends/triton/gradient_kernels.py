@@ -54,8 +54,10 @@ def dlogits_kernel(
             # expm1: its series where exp would cancel
             small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
             minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
-            shift = a * minus_one + (a + t) - a * p_y
-            value = tl.where(tl.arange(0, COLUMNS)[None, :] == y[:, None], value + shift[:, None], value)
+            at_target = a * minus_one + (a + t)
+            if HAS_B:
+                at_target += b * p_y * (tl.maximum(log_prob, -1e4) + entropy)
+            value = tl.where(tl.arange(0, COLUMNS)[None, :] == y[:, None], at_target[:, None], value)
         if HAS_D:
             d = tl.load(row_d + rows, mask=live, other=0.0)[:, None]
             if HAS_CLASS_WEIGHT:
