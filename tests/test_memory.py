@@ -107,6 +107,7 @@ def small_defaults(kernel, monkeypatch):
     monkeypatch.setattr(eager, "_PANEL_BYTES", 1 << 16)
     monkeypatch.setattr(eager, "UPCAST_BYTES", 1 << 18)
     monkeypatch.setattr(submodule(kernel, "passes"), "_SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(submodule(kernel, "plan"), "UPCAST_BYTES", 1 << 18)
 
 
 def test_the_recorder_sees_temporaries_inside_operators():
