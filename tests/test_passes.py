@@ -301,7 +301,7 @@ class TestChunks:
         assert problem.plan.chunk_rows < len(problem.rows) == N - 4
         seen = [i for start, stop in problem.chunks() for i in range(start, stop)]
         assert seen == list(range(N - 4))
-        assert [i for start, stop in problem.chunks(3, 9, rows=4) for i in range(start, stop)] == list(range(3, 9))
+        assert [i for start, stop in problem.chunks(3, 9) for i in range(start, stop)] == list(range(3, 9))
 
     def test_x_is_contiguous_and_rounded_to_the_compute_dtype(self, kernel):
         hidden, weight, targets, _ = inputs()

@@ -65,6 +65,11 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
     )  # fmt: skip
 
 
+def _asked(needs_grad: tuple, bias: Optional[Tensor]) -> Needs:
+    """The raw pairs' needs_grad; without a bias there is no gradient of it."""
+    return Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
+
+
 def _needs(c: _Checked) -> Needs:
     if not torch.is_grad_enabled():
         return Needs(False, False, False)
@@ -351,7 +356,7 @@ def fused_linear_cross_entropy_forward(
     validation.check_reduction(reduction, num_items, return_metrics)
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
     loss = _check_loss(hidden, weight, targets, label_smoothing, z_loss, class_weight, token_weight, return_metrics)
-    needs = Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
+    needs = _asked(needs_grad, bias)
     with torch.no_grad():
         value, metrics, (divisor, saved) = _reduce(c, loss, needs, reduction, num_items)
     if divisor is None:
@@ -393,7 +398,7 @@ def fused_linear_cross_entropy_backward(
     """
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
     loss = _check_loss(hidden, weight, targets, label_smoothing, z_loss, class_weight, token_weight, False)
-    needs = Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
+    needs = _asked(needs_grad, bias)
     divisor, *saved = saved
     with torch.no_grad():
         grad = grad_loss / divisor
@@ -426,7 +431,7 @@ def fused_linear_log_probs_forward(
     """
     names = validation.check_outputs(outputs)
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
-    needs = Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
+    needs = _asked(needs_grad, bias)
     with torch.no_grad():
         out = _log_probs_forward(c, names, needs)
     return _named(c, names, out), (out[1], *out[6:])
@@ -459,7 +464,7 @@ def fused_linear_log_probs_backward(
     names = validation.check_outputs(outputs)
     validation.check_grads(grads, names)
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
-    needs = Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
+    needs = _asked(needs_grad, bias)
     flat = tuple(None if g is None else g.reshape(-1) for g in (grads.log_probs, grads.entropy, grads.lse))
     with torch.no_grad():
         out = _token_backward(c, needs, (*flat, None), None, saved, _log_probs_row_scaled(names, needs))

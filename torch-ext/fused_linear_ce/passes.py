@@ -91,6 +91,7 @@ class Problem:
         self, hidden: torch.Tensor, head: Head, targets: torch.Tensor, ignore_index: int, call: Call, upstream: str
     ):
         weight, compute_dtype = head.weight, head.compute_dtype
+        self.call = call
         self.plan: Plan = decide(call, hidden.shape[0], upstream)
         self.backend = backends.load(self.plan.backend)
         self.x_dtype = backends.operand_dtype(self.plan.backend, compute_dtype)
@@ -112,8 +113,8 @@ class Problem:
     def gemm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.compute_dtype).to(self.e_dtype) if self.plan.backend == "triton" else weight
 
-    def chunks(self, start: int = 0, stop: Optional[int] = None, rows: Optional[int] = None):
-        step, stop = rows or self.plan.chunk_rows, len(self.rows) if stop is None else stop
+    def chunks(self, start: int = 0, stop: Optional[int] = None):
+        step, stop = self.plan.chunk_rows, len(self.rows) if stop is None else stop
         return ((i, min(i + step, stop)) for i in range(start, stop, step))
 
     def x(self, start: int, stop: int) -> torch.Tensor:
@@ -153,8 +154,17 @@ def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _target_exps(stats: Stats, ratio: torch.Tensor, softcap: Optional[float]) -> torch.Tensor:
     """What E[i, y_i] must be so that scale * E = chi * (p - onehot * -ratio): expm1 keeps p_y - 1 exact near 1."""
-    value = (torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale
+    return _target_chain((torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale, stats, softcap)
+
+
+def _target_chain(value: torch.Tensor, stats: Stats, softcap: Optional[float]) -> torch.Tensor:
+    """value * chi at the target."""
     return value if softcap is None else value * (1 - torch.square((stats.target + stats.max) / softcap))
+
+
+def _lost_by_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """The factor that rounding took off; 1 where nothing is left to multiply."""
+    return torch.where(rounded == 0, 1.0, exact / rounded.to(exact.dtype))
 
 
 class GradientSink:
@@ -162,7 +172,7 @@ class GradientSink:
 
     def __init__(self, problem: Problem, needs: Needs, hidden: torch.Tensor, weight, bias):
         self.problem, self.needs = problem, needs
-        self.hidden, self.weight, self.bias = hidden, weight, bias  # accumulators; unused ones are None
+        self.hidden, self.weight, self.bias = hidden, weight, bias  # accumulators; unused ones have no elements
         self.weight_started = False
         self.constant = None  # sum_i d_i x_i and sum_i d_i of the rank-1 term
         self.row_sum = None
@@ -181,7 +191,7 @@ class GradientSink:
         e.scatter_(1, column, rounded.unsqueeze(1))
         # The target's element outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the row
         # factor takes up its rounding: what the others lose by that is less than what it gains.
-        factor = a * stats.scale * head.logit_scale * torch.where(rounded == 0, 1.0, exact / rounded.to(exact.dtype))
+        factor = a * stats.scale * head.logit_scale * _lost_by_rounding(exact, rounded)
         constant = None if c.d is None else c.d * head.logit_scale
         if self.needs.hidden:
             out = p.new_accumulator(stop - start, x.shape[1])
@@ -356,9 +366,7 @@ def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
     p, rows, device = problem, problem.rows, problem.hidden.device
     n_tokens, vocab = p.hidden.shape[0], p.head.weight.shape[0]
     stats = Stats.empty(len(rows), wants, p.acc, device)
-    kept_buffer = torch.empty(
-        p.plan.kept_rows, backends.padded_vocab(p.plan.backend, vocab), dtype=p.e_dtype, device=device
-    )
+    kept_buffer = torch.empty(kept_exps_shape(p.call, n_tokens), dtype=p.e_dtype, device=device)
     kept = min(p.plan.kept_rows, len(rows))
     for start, stop in p.chunks(0, kept):
         exps = kept_buffer[start:stop, :vocab]
@@ -418,8 +426,10 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     db = output(needs.bias, True, p.acc, vocab)
     if empty:
         return dx, dw, db
-    run = _gradients_by_slab if plan.slab < vocab else _gradients_by_row
-    run(p, needs, stats, c, c_exact, saved.exps, dx, dw, db)
+    if plan.slab < vocab:
+        _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db)
+    else:
+        _gradients_by_row(p, needs, stats, c, c_exact, saved.exps, dx, dw, db)
     return dx, dw, db
 
 
@@ -449,7 +459,7 @@ def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> Non
         dw.copy_(accumulator)
 
 
-def _gradients_by_slab(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> None:
+def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
     """Slabs of classes, each over all chunks of rows: dX accumulates over the slabs, no (V, H) accumulator exists."""
     rows, vocab, slab = p.rows, p.head.weight.shape[0], p.plan.slab
     dx_sum = dx
@@ -489,11 +499,8 @@ def _rounding_of_target(p: Problem, stats: Stats, c: Coefficients) -> Optional[t
     """
     if p.e_dtype == p.acc or c.b is not None or c.d is not None:
         return None
-    exact = c.a * torch.expm1(stats.log_prob) + (c.a + c.t)
-    if p.head.softcap is not None:
-        exact = exact * (1 - torch.square((stats.target + stats.max) / p.head.softcap))
-    rounded = exact.to(p.e_dtype)
-    return torch.where(rounded == 0, 1.0, exact / rounded.to(p.acc)).unsqueeze(1)
+    exact = _target_chain(c.a * torch.expm1(stats.log_prob) + (c.a + c.t), stats, p.head.softcap)
+    return _lost_by_rounding(exact, exact.to(p.e_dtype)).unsqueeze(1)
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:

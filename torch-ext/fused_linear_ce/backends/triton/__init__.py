@@ -1,4 +1,4 @@
-"""The Triton backend: the five functions of base.py as launches of the kernels beside this file.
+"""The Triton backend: the six functions of base.py as launches of the kernels beside this file.
 
 Every launch runs under the guard of its tensors' device and takes 64-bit offsets; nothing here synchronises.
 """

@@ -15,11 +15,10 @@ columns, so m_i - c_i <= nll_i: a marked row is one whose loss exceeds LIMIT nat
 import triton
 import triton.language as tl
 
-from .logits import chain, exp, tile_order, tile_product, transform
+from .logits import LOG_ZERO, chain, exp, tile_order, tile_product, transform
 
 LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times passes._NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
-LOG_ZERO = tl.constexpr(-1e4)  # exp of this is 0: stands in for -inf where 0 * -inf must be 0
 
 
 @triton.jit

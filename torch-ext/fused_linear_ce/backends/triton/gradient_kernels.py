@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .logits import chain, exp, tile_order, tile_product, transform
+from .logits import LOG_ZERO, chain, exp, tile_order, tile_product, transform
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def dlogits_kernel(
         if HAS_B:
             b = tl.load(row_b + rows, mask=live, other=0.0)
             entropy = tl.load(row_entropy + rows, mask=live, other=0.0)
-            log_p = tl.maximum(log_p, -1e4)  # -inf: 0 * -inf must be 0
+            log_p = tl.maximum(log_p, LOG_ZERO)
             value = p * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
         else:
             value = p * a[:, None]
@@ -56,7 +56,7 @@ def dlogits_kernel(
             minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
             at_target = a * minus_one + (a + t)
             if HAS_B:
-                at_target += b * p_y * (tl.maximum(log_prob, -1e4) + entropy)
+                at_target += b * p_y * (tl.maximum(log_prob, LOG_ZERO) + entropy)
             value = tl.where(tl.arange(0, COLUMNS)[None, :] == y[:, None], at_target[:, None], value)
         if HAS_D:
             d = tl.load(row_d + rows, mask=live, other=0.0)[:, None]

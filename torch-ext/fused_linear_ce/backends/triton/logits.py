@@ -46,6 +46,7 @@ def tile_product(
     return product
 
 
+LOG_ZERO = tl.constexpr(-1e4)  # exp of this is 0: stands in for -inf where 0 * -inf must be 0
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG2_E_LOW = tl.constexpr(1.9259629911266175e-8)  # log2(e) minus its fp32 value
 
