@@ -1,4 +1,4 @@
-"""The kernel is this checkout's build, loaded as users load a local build: by LOCAL_KERNELS, which children inherit."""
+"""The kernel is this checkout's build, loaded as users load one: by LOCAL_KERNELS, which subprocesses inherit."""
 
 import os
 import sys
