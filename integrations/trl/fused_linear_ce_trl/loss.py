@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Partial
 
 from .host import gather_zero3
 from .kernel import load_kernel
@@ -84,8 +85,7 @@ def loss_sums(
         hidden, targets = hidden[..., :-1, :], labels[..., 1:]
     else:
         targets = shift_labels
-    # FSDP2 and tensor parallelism keep shards: one gather, whose backward reduces the gradient to its shards.
-    weight, bias = (t.full_tensor() if type(t).__name__ == "DTensor" else t for t in (weight, bias))
+    weight, bias = _whole(weight), _whole(bias)
     # With the model on several devices the backbone can end on another one than the head's.
     hidden, targets = hidden.to(weight.device), targets.to(weight.device)
     if hasattr(weight, "ds_id"):
@@ -102,6 +102,17 @@ def loss_sums(
         )
         correct, entropy, count = _counts(metrics)
     return Sums(nll.float(), correct.float(), entropy.float(), count)
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A DTensor (FSDP2, tensor parallelism) in one gather, any other tensor as it is.
+
+    The gradient is averaged over the ranks, as FSDP averages those of the parameters that it gathers itself:
+    full_tensor alone would take each rank's gradient for everyone's and keep a slice of it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
 
 
 def mean_loss(sums: Sums, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
