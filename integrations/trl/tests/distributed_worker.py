@@ -14,13 +14,13 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
-import conftest  # noqa: F401  the environment of the tests
-import support
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 
+import conftest  # noqa: F401  the environment of the tests
 import fused_linear_ce_trl
+import support
 from fused_linear_ce_trl import host
 
 IGNORE = -100
@@ -170,7 +170,7 @@ def fsdp() -> dict:
         model, base = build(kind, with_lora)
         if own_group:
             fully_shard(base.get_output_embeddings(), mesh=mesh)
-        for layer in getattr(base.base_model, "layers"):
+        for layer in base.base_model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         gathers = Counter()

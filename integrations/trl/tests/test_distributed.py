@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-import distributed_worker as worker
 import pytest
-import support
 import torch
 
+import distributed_worker as worker
 import fused_linear_ce_trl
+import support
 from fused_linear_ce_trl import host
 
 pytestmark = pytest.mark.slow
