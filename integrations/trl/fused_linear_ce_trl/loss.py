@@ -116,11 +116,9 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def mean_loss(sums: Sums, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
-    if num_items_in_batch is None:
-        return sums.nll / sums.num_valid.clamp(min=1)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(sums.nll.device)
-    return sums.nll / num_items_in_batch
+    """The loss over num_items_in_batch, or over the tokens that count; a batch without any is 0 and not 0 / 0."""
+    count = sums.num_valid if num_items_in_batch is None else num_items_in_batch
+    return sums.nll / torch.as_tensor(count, device=sums.nll.device).clamp(min=1)
 
 
 def _counts(metrics: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

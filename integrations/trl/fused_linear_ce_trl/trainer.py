@@ -20,6 +20,7 @@ from .kernel import KERNEL_ID, load_kernel
 from .model import HEAD_ADAPTER, check_logit_transform, patch_cce_lm_head
 
 LOSS_TYPE = "cce"
+_INIT = inspect.signature(trl.SFTTrainer.__init__)
 
 _HELP = (
     f" `'cce'` (cross-entropy by the Hub kernel {KERNEL_ID}, for throughput: the same loss in a faster step; it "
@@ -49,7 +50,7 @@ class SFTTrainer(trl.SFTTrainer):
 
 def _init(trainer, init: Callable, args: tuple, kwargs: dict) -> None:
     """init: TRL's __init__, bound."""
-    given = inspect.signature(init).bind(*args, **kwargs).arguments
+    given = _INIT.bind(trainer, *args, **kwargs).arguments
     config = given.get("args")
     if getattr(config, "loss_type", None) != LOSS_TYPE:
         init(*args, **kwargs)

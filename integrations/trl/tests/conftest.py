@@ -18,8 +18,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # the models are tiny
 
 
 def pytest_collection_modifyitems(items):

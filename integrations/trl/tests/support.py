@@ -120,6 +120,11 @@ def steps(trainer) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
+def differences(a: list[dict], b: list[dict], key: str) -> list[float]:
+    assert len(a) == len(b) > 0
+    return [x[key] - y[key] for x, y in zip(a, b)]
+
+
 def assert_same_curves(a: list[dict], b: list[dict], rtol=1e-6, grad_norm=1e-5, accuracy=1e-7):
     """Two logs agree: relative for loss and grad_norm, absolute for the rest."""
     assert len(a) == len(b) > 0

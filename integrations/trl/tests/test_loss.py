@@ -274,9 +274,11 @@ def test_r10_num_items_in_batch_divides(num_items):
     assert_close(run(hidden, weight, None, shift_labels=labels, num_items_in_batch=num_items), expected)
 
 
-def test_r5_r8_all_ignored_is_a_connected_zero():
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0), 5])
+def test_r5_r8_all_ignored_is_a_connected_zero(num_items):
     hidden, weight, bias, labels = batch(bias=True)
-    (loss, correct, entropy, count), grads = run(hidden, weight, bias, torch.full_like(labels, IGNORE_INDEX))
+    labels.fill_(IGNORE_INDEX)
+    (loss, correct, entropy, count), grads = run(hidden, weight, bias, labels, num_items_in_batch=num_items)
     assert (loss, correct, entropy, count) == (0, 0, 0, 0)
     assert len(grads) == 3 and all(torch.equal(g, torch.zeros_like(g)) for g in grads)
 
