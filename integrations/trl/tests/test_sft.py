@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-import support
 import yaml
 from datasets import Dataset
 from trl.scripts.sft import make_parser
 
 import fused_linear_ce_trl
+import support
 from fused_linear_ce_trl import host
 
 ON_CPU = ["--use_cpu", "--bf16", "false"]
