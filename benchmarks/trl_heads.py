@@ -100,9 +100,9 @@ class TRL(Head):
         return f"TRL {peers.version('trl')} nll"
 
     def load(self, options: Options) -> str:
-        import trl
-
-        self.trl = trl
+        self.trl = importlib.import_module("trl")
+        if not hasattr(importlib.import_module("trl.trainer.utils"), "FusedCausalLMOutput"):
+            raise ImportError(f"TRL {peers.version('trl')} has no fused head; it came with 1.15")
         return "trl.SFTTrainer, loss_type='nll'"
 
     def trainer(self, model: nn.Module, row: Row):
