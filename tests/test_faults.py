@@ -14,6 +14,7 @@ import pytest
 for module in ("tools", "kernels", "huggingface_hub", "starlette", "uvicorn", "pygit2"):
     pytest.importorskip(module, reason="the tools are not part of the Nix build's test sources")
 
+from huggingface_hub import HfApi
 from kernels._rust import Digest, DigestValidationError, Metadata
 
 from tools.build import build
@@ -134,6 +135,12 @@ def test_a_failed_upload_leaves_the_old_revision(local_hub, publisher, first, se
     assert head(local_hub) == new != old
     assert published(local_hub) == second
     assert [str(item.id) for item in local_hub.repository(REPO).history("v1")][:2] == [new, old]
+
+
+def test_an_unreachable_hub_is_named(first, no_waiting):
+    nobody = HfApi(endpoint="http://127.0.0.1:9", token="hf_x")  # the discard port
+    with pytest.raises(ReleaseError, match=r"the Hub can't be reached: .*; nothing was published"):
+        publish(Publisher(nobody, REPO), first)
 
 
 def test_a_failed_first_release_can_be_repeated(local_hub, publisher, first, no_waiting):
