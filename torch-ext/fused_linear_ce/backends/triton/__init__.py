@@ -17,6 +17,7 @@ from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
 
+WEIGHT_TILE = (128, 256)
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -242,19 +243,21 @@ def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch
 
 def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
     """Hopper has a kernel that hides the addition; elsewhere it is the library's GEMM."""
-    operands = e.dtype == torch.bfloat16 and _describable(e) and _describable(x) and out.is_contiguous()
+    operands = e.dtype == torch.bfloat16 and _describable(e) and _describable(x) and _describable(out)
     if not operands or tuning.best_loads(e.device) != "pipeline":
         _matmul(e.t(), x, out, accumulate)
         return
     from . import hopper
 
-    (rows, vocab), width = e.shape, x.shape[1]
-    class_tiles, width_tiles = triton.cdiv(vocab, hopper.CLASSES.value), triton.cdiv(width, hopper.WIDTH.value)
+    (rows, vocab), hidden_size = e.shape, x.shape[1]
+    classes, width = WEIGHT_TILE
+    class_tiles, width_tiles = triton.cdiv(vocab, classes), triton.cdiv(hidden_size, width)
     programs = min(tuning.multiprocessors(e.device), class_tiles * width_tiles)
     with _guard(e):
         hopper.weight_kernel[(programs,)](
-            hopper.descriptor(e, hopper.DEPTH, hopper.CLASSES // 2), hopper.descriptor(x, hopper.DEPTH, hopper.WIDTH),
-            out, rows, vocab, width, class_tiles, width_tiles, PROGRAMS=programs, ACCUMULATE=accumulate, num_warps=4,
+            hopper.descriptor(e, hopper.DEPTH, classes // 2), hopper.descriptor(x, hopper.DEPTH, width),
+            hopper.descriptor(out, classes // 2, width // 4), rows, class_tiles, width_tiles,
+            PROGRAMS=programs, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
         )  # fmt: skip
 
 

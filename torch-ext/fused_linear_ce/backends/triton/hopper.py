@@ -16,6 +16,7 @@ both flip their phase every time round the ring. What a tile's values become is 
 """
 
 import torch
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,11 +44,20 @@ from .logits import (
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+
+@gl._core.builtin
+def _add_out(tensor_desc, coord, src, _semantic=None):
+    """tma.async_atomic_add of Triton 3.9; 3.6 has the instruction, but no name for it on Hopper."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+add_out = getattr(tma, "async_atomic_add", None) or _add_out
+
 ROWS = gl.constexpr(128)  # a tile of logits; each consumer has 64 of its rows
 COLUMNS = gl.constexpr(256)
 PART = gl.constexpr(128)  # columns that an epilogue has in hand at once
-CLASSES = gl.constexpr(256)  # a tile of dW; each consumer has 128 of its classes
-WIDTH = gl.constexpr(128)
 DEPTH = gl.constexpr(64)  # of a block along the reduction
 STAGES = gl.constexpr(4)  # four rings of 48 KiB and the staging of the stores fill the shared memory
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(40), gl.constexpr(232)
@@ -56,7 +66,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(40), gl.constexpr(232)
 def descriptor(tensor, rows, columns) -> TensorDescriptor:
     """A matrix for bulk copies of (rows, columns) blocks; beyond its edges they read zero and write nothing."""
     block = [getattr(rows, "value", rows), getattr(columns, "value", columns)]
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[tensor.dtype]
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
@@ -126,12 +136,16 @@ def _load_logits(
 
 
 @gluon.jit
-def _store_part(values, out, row, column, staging):
-    """Through shared memory, in the background; waits only for the store before it."""
+def _store_part(values, out, row, column, staging, ADD: gl.constexpr):
+    """out[row :, column :] (+)= values: through shared memory, in the background; waits only for the one before it.
+    The addition happens in the second-level cache: nothing is read here."""
     tma.store_wait(0)
     staging.store(values.to(staging.dtype))
     fence_async_shared()
-    copy_out(out, [row, column], staging)
+    if ADD:
+        add_out(out, [row, column], staging)
+    else:
+        copy_out(out, [row, column], staging)
 
 
 @gluon.jit
@@ -210,7 +224,7 @@ def _forward_tiles(
             weight += gl.sum(class_w, 0)
             if STORE:
                 value = chain(e, z, softcap, HAS_SOFTCAP)
-                _store_part(value, exps, row, column + i * PART, staging.index(half))
+                _store_part(value, exps, row, column + i * PART, staging.index(half), False)
         partial = column_tile.to(gl.int64) * R + rows
         gl.store(tile_max + partial, m, mask=live)
         gl.store(tile_sum + partial, total, mask=live)
@@ -321,7 +335,7 @@ def _dlogits_tiles(
                 if HAS_CLASS_WEIGHT:
                     w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
                 value += d[:, None] * w_j[None, :]
-            _store_part(chain(value, z, softcap, HAS_SOFTCAP), out, row, first, staging.index(half))
+            _store_part(chain(value, z, softcap, HAS_SOFTCAP), out, row, first, staging.index(half), False)
     tma.store_wait(0)
 
 
@@ -360,8 +374,9 @@ def dlogits_kernel(
 
 @gluon.jit
 def _load_transposed(
-    e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr
-):
+    e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr,
+    CLASSES: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """Producer of e (rows, V) and x (rows, H), in blocks of DEPTH rows."""
     half: gl.constexpr = CLASSES // 2
     step = 0
@@ -377,12 +392,16 @@ def _load_transposed(
 
 
 @gluon.jit
-def _weight_tiles(half: gl.constexpr, operands, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr):
+def _weight_tiles(
+    half: gl.constexpr, operands, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    CLASSES: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """Consumer of weight_kernel."""
-    e_blocks, x_blocks, ready, empty, out, R, V, H, class_tiles, width_tiles = operands
+    e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles = operands
     size: gl.constexpr = CLASSES // 2
+    part: gl.constexpr = WIDTH // 4
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 2, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, part, 16])
     step = 0
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
@@ -390,35 +409,37 @@ def _weight_tiles(half: gl.constexpr, operands, PROGRAMS: gl.constexpr, ACCUMULA
         accumulator, step = _product(half, e_blocks, x_blocks, ready, empty, step, accumulator, R, False)
         halves = _halves(accumulator)
         for i in gl.static_range(2):
-            value = gl.convert_layout(halves[i], layout)
-            classes = first + gl.arange(0, size, layout=gl.SliceLayout(1, layout))
-            columns = column + i * (WIDTH // 2) + gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, layout))
-            at = out + classes.to(gl.int64)[:, None] * H + columns[None, :]
-            mask = (classes < V)[:, None] & (columns < H)[None, :]
-            if ACCUMULATE:
-                value += gl.load(at, mask=mask, other=0.0)
-            gl.store(at, value, mask=mask)
+            quarters = _halves(halves[i])
+            for j in gl.static_range(2):
+                value = gl.convert_layout(quarters[j], layout)
+                _store_part(value, out, first, column + (2 * i + j) * part, staging.index(half), ACCUMULATE)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def weight_kernel(
-    e, x, out, R, V, H, class_tiles, width_tiles, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr
-):
-    """out (V, H) fp32 (+)= e^T x, for e (R, V) and x (R, H) as tensor descriptors of (64, 128) blocks.
+    e, x, out, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    CLASSES: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """out (V, H) fp32 (+)= e^T x in tiles of CLASSES x WIDTH, for e (R, V) and x (R, H) as tensor descriptors of
+    (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 4).
 
     The tiles of a class tile run side by side, so e is read from memory once. What the library's GEMM with an addition
     pays for reading and writing `out` at the end of each tile is hidden here behind the other consumer's product.
     """
     e_blocks = gl.allocate_shared_memory(e.dtype, [2 * STAGES, DEPTH, CLASSES // 2], e.layout)
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [2, CLASSES // 2, WIDTH // 4], out.layout)
     ready, empty = _ring()
-    operands = (e_blocks, x_blocks, ready, empty, out, R, V, H, class_tiles, width_tiles)
+    operands = (e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles)
     gl.warp_specialize(
         [
-            (_weight_tiles, (0, operands, PROGRAMS, ACCUMULATE)),
-            (_weight_tiles, (1, operands, PROGRAMS, ACCUMULATE)),
-            (_load_transposed, (e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS)),
+            (_weight_tiles, (0, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
+            (_weight_tiles, (1, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
+            (_load_transposed, (
+                e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS, CLASSES, WIDTH,
+            )),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip
