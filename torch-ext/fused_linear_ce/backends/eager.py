@@ -7,7 +7,7 @@ memory sees the chunk twice (the GEMM's store, the panel's load and store back) 
 
 import torch
 
-from ..loss import Coefficients
+from ..loss import Coefficients, target_dlogit
 from .base import UPCAST_BYTES, Head, Stats, Wants
 
 _PANEL_BYTES = 1 << 20  # elementwise panels: fits in a second-level cache
@@ -123,7 +123,8 @@ def dlogits(
     _project(x, head, out)
     inside = (targets >= 0) & (targets < vocab)
     column = targets.clamp(0, vocab - 1).unsqueeze(1)
-    a, b, t, d = (None if c is None else c.unsqueeze(1) for c in coefficients)
+    at_target = target_dlogit(coefficients, stats.log_prob, stats.entropy).unsqueeze(1)
+    a, b, _, d = (None if c is None else c.unsqueeze(1) for c in coefficients)
     for start, stop in _panels(x.shape[0], vocab, out.dtype):
         z, at, s = out[start:stop], slice(start, stop), stats.rows(start, stop)
         _transform(z, head)
@@ -135,13 +136,8 @@ def dlogits(
         else:
             log_p.clamp_(min=_LOG_ZERO)
             value = log_p.add_(s.entropy.unsqueeze(1)).mul_(b[at]).add_(a[at]).mul_(p)
-        # a p_y + t with t = -a must not cancel: a (p_y - 1) + (a + t), from the forward's own log-probability
-        here, log_p_y = column[at], s.log_prob.unsqueeze(1)
-        at_target = a[at] * torch.expm1(log_p_y) + (a[at] + t[at])
-        if b is not None:
-            clamped = log_p_y.clamp(min=_LOG_ZERO)
-            at_target += b[at] * torch.exp(log_p_y) * (clamped + s.entropy.unsqueeze(1))
-        value.scatter_(1, here, torch.where(inside[at].unsqueeze(1), at_target, value.gather(1, here)))
+        here = column[at]
+        value.scatter_(1, here, torch.where(inside[at].unsqueeze(1), at_target[at], value.gather(1, here)))
         if d is not None:
             weights = 1.0 if head.class_weight is None else head.class_weight.to(value.dtype)
             value.add_(d[at] * weights)
