@@ -27,8 +27,7 @@ from .loss import (
 )
 from .plan import Call, Needs, Plan, decide
 
-_NUDGE = 2.0**-30  # see _row_factors
-_LEAST_UNIT = 2.0**-100  # see _in_units_of_target; smaller ones would overflow the row's other elements
+_NUDGE = {torch.float32: 2.0**-30, torch.float64: 2.0**-60}  # see _row_factors
 _SLAB_BYTES = 64 << 20
 
 
@@ -153,10 +152,10 @@ class Problem:
 def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     """(a, t / a) such that p_j a + t [j = y] = a (p_j + (t / a) [j = y]) can be formed for every row.
 
-    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|,
-    which changes the other elements by 1e-9 of t. A row with a = t = 0 has factor 0.
+    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|
+    (float64: 2^-60), which changes the other elements by 1e-9 (1e-18) of t. A row with a = t = 0 has factor 0.
     """
-    tiny = c.t.abs() * _NUDGE
+    tiny = c.t.abs() * _NUDGE[c.t.dtype]
     a = torch.where(c.a.abs() < tiny, torch.copysign(tiny, c.a), c.a)
     return a, torch.where(a == 0, torch.full_like(a, -1.0), c.t / a)
 
