@@ -371,9 +371,9 @@ def test_backward_leaves_what_the_forward_saved_as_it_was(kernel, entropy, names
     hidden, weight, targets, bias = inputs()
     outputs = names + ("entropy",) * entropy
     tensors = [t.detach() for t in (hidden, weight)]
-    out, saved = kernel.fused_linear_log_probs_forward(*tensors, targets, bias.detach(), outputs=outputs)
+    _, saved = kernel.fused_linear_log_probs_forward(*tensors, targets, bias.detach(), outputs=outputs)
     copies = [s.clone() for s in saved]
-    upstream = out._replace(**{name: torch.linspace(-1, 1, N) for name in outputs})
+    upstream = kernel.LogProbs(**{name: torch.linspace(-1, 1, N) for name in outputs})
     results = [
         kernel.fused_linear_log_probs_backward(upstream, saved, *tensors, targets, bias.detach(), outputs=outputs)
         for _ in range(2)
