@@ -65,7 +65,7 @@ def backend(kernel):
 def forced(kernel, monkeypatch):
     """The public functions with this backend, whatever the device."""
     backends = submodule(kernel, "backends")
-    monkeypatch.setattr(backends, "choose", lambda device_type, float64: "eager" if float64 else "triton")
+    monkeypatch.setattr(backends, "choose", lambda device, float64: "eager" if float64 else "triton")
     return kernel
 
 
