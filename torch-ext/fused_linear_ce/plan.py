@@ -22,7 +22,8 @@ from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # Bytes of E that live at once when `workspace` is None. On an accelerator large enough that the GEMMs run at full
-# speed and that the fp32 dW accumulator is read and written few times; on a CPU 512 rows of a 32k vocabulary.
+# speed and that the fp32 dW accumulator is read and written few times. On a CPU 384 rows of a 32k vocabulary, the most
+# with which 4096 tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_CHUNK_ACCELERATOR = 1024 * MIB
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
