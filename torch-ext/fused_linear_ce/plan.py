@@ -111,7 +111,7 @@ class Call:
             copies += dtype.itemsize if weight_dtype != dtype else 0
             copies += self.exp if dtype == torch.float16 and any(needs) else 0
         elif dtype != acc or weight_dtype != acc:
-            upcast = min(2 * UPCAST_BYTES, vocab * hidden_size * 2 * acc.itemsize)
+            upcast = min(UPCAST_BYTES, vocab * hidden_size * acc.itemsize) * 3 // 2  # with its half-precision copy
         self.copy_class = copies * hidden_size
         self.copy_weight = copies * hidden_size * vocab
         self.upcast = upcast
