@@ -236,11 +236,11 @@ class TestForward:
 class TestOperands:
     """Which way the operands are read."""
 
-    def test_aligned_operands_are_read_through_descriptors(self, where, backend, base, launches):
+    def test_aligned_operands_are_read_in_bulk(self, where, backend, base, launches):
         dtype = FP32 if not where.on_gpu else BF16
         check_forward(backend, base, where.chunk(dtype), base.Wants(), where.exps(dtype), exps_tolerance=STORED)
         tuning = submodule_of(backend, "tuning")
-        assert launches[-1].tiles.descriptors == tuning.has_descriptors(torch.device(where.device))
+        assert launches[0].tiles.loads == tuning.best_loads(torch.device(where.device))
 
     @pytest.mark.parametrize("dtype", [FP32, BF16])
     @pytest.mark.parametrize("layout", ["transposed", "sliced", "misaligned", "expanded", "odd width"])
@@ -263,7 +263,7 @@ class TestOperands:
         wants = base.Wants(*ALL[:3], layout != "expanded")
         for exps in (None, where.exps(dtype)):
             check_forward(backend, base, chunk, wants, exps, exps_tolerance=STORED if dtype == BF16 else None)
-        assert not any(launch.tiles.descriptors for launch in launches)
+        assert all(launch.tiles.loads == "pointers" for launch in launches)
 
     @pytest.mark.parametrize("dtype", HALF)
     def test_a_weight_of_another_dtype_is_rounded_on_the_way_in(self, where, backend, base, dtype):
@@ -384,7 +384,7 @@ class TestDlogits:
         chunk = chunk._replace(weight=chunk.weight.t().contiguous().t())
         out, expected = self.run(where, backend, base, coefficients_type, chunk, "abtd")
         assert relative_error(out, expected) < 3e-3
-        assert not launches[-1].tiles.descriptors
+        assert launches[-1].tiles.loads == "pointers"
 
     def test_minus_infinity(self, where, backend, base, coefficients_type):
         chunk = where.chunk(bias=True)
