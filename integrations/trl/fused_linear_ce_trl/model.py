@@ -1,9 +1,12 @@
 """A causal LM whose forward computes the fused loss instead of logits."""
 
+import contextlib
 import functools
 import inspect
+import itertools
 import os
 import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -171,22 +174,23 @@ def check_logit_transform(model: PreTrainedModel) -> None:
     """Raise ValueError unless the model's logits are softcap * tanh(scale * head(hidden) / softcap) of its backbone's
     output, with the scale and softcap that its configuration names.
 
-    One forward of 8 tokens, in which the head's output is replaced by values from -100 to 100, so that a cap that no
-    logit of today reaches is seen as well. Not possible while parameters are on the meta device or partitioned by
-    ZeRO-3: the model is then taken at its word, as it is if the environment variable FUSED_LINEAR_CE_CHECK is 0.
+    One call of the model's forward in which backbone and head are replaced by functions that return known values: it
+    costs nothing, needs no parameter to be there (ZeRO-3), and, as the head's output runs from -100 to 100, it also
+    sees a cap that no logit of today reaches. On the meta device, and if the environment variable
+    FUSED_LINEAR_CE_CHECK is 0, the model is taken at its word.
     """
-    if os.environ.get(CHECK_VARIABLE) == "0" or any(p.is_meta or hasattr(p, "ds_id") for p in model.parameters()):
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    if os.environ.get(CHECK_VARIABLE) == "0" or embedding.is_meta:
         return
-    seen = {}
+    vocab, width = getattr(head.weight, "ds_shape", head.weight.shape)  # ds_shape: of a ZeRO-3 partition
+    ids = _text_ids(model)
+    hidden = torch.linspace(-1, 1, len(ids) * width, device=embedding.device).reshape(1, len(ids), width)
+    raw = torch.linspace(-100, 100, vocab, device=embedding.device).expand(1, len(ids), vocab)
+    head_inputs = []
 
-    def keep_hidden(module, args, output):
-        seen["hidden"] = output.last_hidden_state
-
-    def replace_logits(module, args, output):
-        seen["input"] = args[0]
-        # float32, whatever the model's dtype: what the model does to it is then seen to float32's digits
-        seen["raw"] = torch.linspace(-100, 100, output.shape[-1], device=output.device).expand(output.shape)
-        return seen["raw"].clone()
+    def head_forward(x, *args, **kwargs):
+        head_inputs.append(x)
+        return raw.clone()
 
     def refuse(what: str, cause: Exception | None = None):
         raise ValueError(
@@ -194,32 +198,22 @@ def check_logit_transform(model: PreTrainedModel) -> None:
         ) from cause
 
     forward = getattr(model, "_forward_before_cce", model.forward)
-    hooks = [
-        model.base_model.register_forward_hook(keep_hidden),
-        model.get_output_embeddings().register_forward_hook(replace_logits),
-    ]
-    training = {module for module in model.modules() if module.training}
-    model.eval()
+    backbone_forward = lambda *args, **kwargs: _BackboneOutput(hidden)  # noqa: E731
     try:
-        logits = forward(input_ids=_probe_ids(model), use_cache=False).logits
+        with _forward_of(model.base_model, backbone_forward), _forward_of(head, head_forward):
+            logits = forward(input_ids=torch.tensor([ids], device=embedding.device), use_cache=False).logits
     except Exception as error:
         refuse(
-            f"a forward of 8 tokens, to compare them, failed with {type(error).__name__}: {error} ({CHECK_VARIABLE}=0 "
-            "skips this check)",
+            f"its forward, called to compare them, raised {type(error).__name__}: {error} ({CHECK_VARIABLE}=0 skips "
+            "this check)",
             error,
         )
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module in training:
-            module.training = True
-    if "raw" not in seen or "hidden" not in seen:
-        refuse("its forward does not call its backbone and its output embeddings as modules")
-    # NaN where a rank holds no weights yet
-    if not torch.allclose(seen["input"], seen["hidden"].to(seen["input"]), rtol=0, atol=0, equal_nan=True):
+    if len(head_inputs) != 1:
+        refuse(f"its forward calls its output embeddings {len(head_inputs)} times")
+    if head_inputs[0].shape != hidden.shape or not torch.equal(head_inputs[0].float(), hidden):
         refuse("the head's input is not the backbone's last hidden state")
     scale, softcap = logit_transform(model.config)
-    expected = seen["raw"] * scale
+    expected = raw * scale
     if softcap is not None:
         expected = softcap * torch.tanh(expected / softcap)
     if logits.shape != expected.shape:
@@ -232,11 +226,36 @@ def check_logit_transform(model: PreTrainedModel) -> None:
         )
 
 
-def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
-    """(1, 8) token ids that stand for text: none that the configuration singles out, such as an image's."""
-    configs = [model.config, model.config.get_text_config()]
-    special = {value for config in configs for key, value in config.to_dict().items() if "token" in key
-               and isinstance(value, int)}  # fmt: skip
-    vocab = model.get_input_embeddings().weight.shape[0]
-    ids = [i for i in range(vocab) if i not in special][:8]
-    return torch.tensor([ids], device=model.get_input_embeddings().weight.device)
+class _BackboneOutput:
+    """last_hidden_state, and None for whatever else a forward hands on."""
+
+    def __init__(self, last_hidden_state: torch.Tensor):
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index):
+        return (self.last_hidden_state,)[index]
+
+
+@contextlib.contextmanager
+def _forward_of(module: torch.nn.Module, function: Callable) -> Iterator[None]:
+    """Let calls of `module` call `function` instead of its own forward."""
+    own = vars(module).get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _text_ids(model: PreTrainedModel) -> list[int]:
+    """8 token ids that stand for text: none that the configuration singles out, such as an image's."""
+    configs = [model.config.to_dict(), model.config.get_text_config().to_dict()]
+    special = {value for config in configs for key, value in config.items() if "token" in key}
+    ids = (i for i in range(model.config.get_text_config().vocab_size) if i not in special)
+    return list(itertools.islice(ids, 8))

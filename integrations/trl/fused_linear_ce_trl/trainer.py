@@ -68,7 +68,10 @@ def _init(trainer, init: Callable, args: tuple, kwargs: dict) -> None:
         with _shown_as(config, host.LOSS_TYPE):
             init(*args, **kwargs)
     except ValueError as error:
-        raise _named_cce(error) from error
+        text = _named_cce(str(error))
+        if text is None:
+            raise
+        raise ValueError(text) from error
     finally:
         setattr(host.sft_trainer, host.PATCH, trl_patch)
     trainer.args.loss_type = LOSS_TYPE
@@ -78,8 +81,7 @@ def _init(trainer, init: Callable, args: tuple, kwargs: dict) -> None:
         raise RuntimeError(
             f"TRL {trl.__version__} did not call {host.PATCH}; loss_type='cce' was tested with TRL {host.TESTED}"
         )
-    with trainer.accelerator.autocast():  # as in training: some attention kernels take no float32
-        check_logit_transform(patched[0])
+    check_logit_transform(patched[0])
 
 
 DATA_PARALLEL = (
@@ -110,14 +112,11 @@ def _check_arguments(config: SFTConfig, compute_loss_func) -> None:
         )
 
 
-def _named_cce(error: ValueError) -> ValueError:
-    """TRL's error, in terms of the loss type that the user asked for."""
-    text = str(error)
+def _named_cce(text: str) -> str | None:
+    """In place of an error of TRL about its own loss, the same about the loss type that the user asked for."""
     if "PEFT adapter" in text and "lm_head" in text:
-        return ValueError(HEAD_ADAPTER)
-    if "nn.DataParallel" in text:
-        return ValueError(DATA_PARALLEL)
-    return error
+        return HEAD_ADAPTER
+    return DATA_PARALLEL if "nn.DataParallel" in text else None
 
 
 def _compute_loss(trainer, compute_loss: Callable, model, inputs, return_outputs, num_items_in_batch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from fused_linear_ce_trl import check_logit_transform, kernel, patch_cce_lm_head
 from fused_linear_ce_trl.model import logit_transform
@@ -59,10 +60,9 @@ def test_f4_f5_f7_loss_and_gradients_of_the_models_own_forward(kind):
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_i16_known_transforms_pass_the_check(kind):
     model = make_model(kind)
-    training = [module.training for module in model.modules()]
+    before = [dict(vars(module)) for module in model.modules()]
     check_logit_transform(model)
-    assert [module.training for module in model.modules()] == training
-    assert not model.get_output_embeddings()._forward_hooks and not model.base_model._forward_hooks
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 class Spoiled(transformers.LlamaForCausalLM):
@@ -104,7 +104,39 @@ def test_i16_a_layer_between_backbone_and_head_is_refused():
         check_logit_transform(Projected(make_model().config))
 
 
-def test_i16_parameters_that_are_not_there_cannot_be_checked():
+class HeadlessCall(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return CausalLMOutput(logits=nn.functional.linear(hidden, self.lm_head.weight))
+
+
+def test_i16_a_head_that_is_not_called_is_refused():
+    with pytest.raises(ValueError, match="calls its output embeddings 0 times"):
+        check_logit_transform(HeadlessCall(make_model().config))
+
+
+def test_i16_a_forward_that_fails_is_refused_and_the_check_can_be_skipped(monkeypatch):
+    model = Spoiled(make_model().config)
+    model.spoil = lambda logits: 1 / 0
+    with pytest.raises(ValueError, match=r"ZeroDivisionError.*FUSED_LINEAR_CE_CHECK=0 skips"):
+        check_logit_transform(model)
+    assert "forward" not in vars(model.lm_head) and "forward" not in vars(model.model)
+    monkeypatch.setenv("FUSED_LINEAR_CE_CHECK", "0")
+    check_logit_transform(model)
+
+
+def test_i16_the_check_needs_no_parameter():
+    """Partitions of ZeRO-3 are empty."""
+    model = Spoiled(make_model().config)
+    weight = model.lm_head.weight
+    weight.ds_shape, weight.data = weight.shape, weight.data.new_empty(0)
+    check_logit_transform(model)
+    model.spoil = lambda logits: logits * 2
+    with pytest.raises(ValueError, match="not scale"):
+        check_logit_transform(model)
+
+
+def test_i16_nothing_can_be_checked_on_the_meta_device():
     with torch.device("meta"):
         check_logit_transform(Spoiled(make_model().config))
 
