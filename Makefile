@@ -11,13 +11,18 @@ TRL_VERSIONS ?= $(shell sed -n 's/^trl==//p' requirements/trl-versions.txt)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-trl build verify lint bench clean
+.PHONY: help demo test test-slow test-trl build verify release publish-and-train lint bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: build ## train a tiny language model with the kernel, on the CPU if there is nothing else
-	LOCAL_KERNELS="trl-lib/fused-linear-ce=$(CURDIR)/build" $(PY) examples/train_tiny.py
+demo: $(INSTALLED) ## publish the kernel to a local Hub, load it from there by commit, and train a tiny model with it
+	$(PY) -m tools.local_hub -- $(MAKE) --no-print-directory publish-and-train
+
+# On the Hub that HF_ENDPOINT names. Only a local one takes a checkout with uncommitted changes.
+publish-and-train: $(INSTALLED)
+	revision=$$($(PY) -m tools.release --quiet --allow-dirty) && \
+	$(PY) examples/train_tiny.py --revision $$revision --trust-remote-code
 
 test: lint verify ## lint, build, verify, and the tests that need neither a GPU nor much time
 	$(PYTEST) -m "not slow and not gpu"
@@ -38,6 +43,9 @@ build: $(INSTALLED) ## write build/, one directory per backend, as kernel-builde
 
 verify: build ## check build/: metadata, digests, and that it agrees with build.toml
 	$(PY) -m tools.verify
+
+release: $(INSTALLED) ## publish on the Hub and print the commit to pin; ARGS=--dry-run shows what would change
+	$(PY) -m tools.release $(ARGS)
 
 lint: $(INSTALLED) ## ruff, and the rules that a kernel's source has to keep
 	$(PY) -m ruff check

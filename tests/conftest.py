@@ -18,6 +18,9 @@ import torch
 REPO_ID = "trl-lib/fused-linear-ce"
 DEVICE = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
 
+# Tests that take a `dev` run on the CPU, and with -m gpu on the accelerator.
+DEVICES = ["cpu", pytest.param(DEVICE if DEVICE != "cpu" else "cuda", marks=pytest.mark.gpu)]
+
 if DEVICE == "cpu":
     # Triton's interpreter runs the kernels on CPU tensors. Triton reads this when a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -38,6 +41,11 @@ def device() -> str:
     return DEVICE
 
 
+@pytest.fixture(params=DEVICES)
+def dev(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def build_dir(tmp_path_factory) -> Path:
     """The directory with the variants under test. Every pytest-xdist worker builds its own; it takes milliseconds."""
@@ -56,6 +64,24 @@ def build_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def kernel(build_dir) -> ModuleType:
     return load_kernel(build_dir)
+
+
+@pytest.fixture(scope="session")
+def local_hub_server():
+    for module in ("tools", "huggingface_hub", "starlette", "uvicorn", "pygit2"):
+        pytest.importorskip(module)
+    from .hub import server
+
+    with server() as serving:
+        yield serving
+
+
+@pytest.fixture
+def local_hub(tmp_path, local_hub_server):
+    """An empty local Hub, served while the test runs: a `tests.hub.RunningHub`."""
+    from .hub import empty_hub
+
+    return empty_hub(tmp_path / "hub", *local_hub_server)
 
 
 def load_kernel(build_dir: Path) -> ModuleType:

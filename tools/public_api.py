@@ -30,6 +30,8 @@ def layer_names(package: Path) -> list[str]:
     """The layer classes: those defined in layers.py or layers/__init__.py, if `__all__` exports `layers`."""
     if "layers" not in exported_names(package / "__init__.py"):
         return []
-    layers = next(path for path in (package / "layers.py", package / "layers" / "__init__.py") if path.exists())
-    tree = ast.parse(layers.read_text(encoding="utf-8"), str(layers))
+    paths = [path for path in (package / "layers.py", package / "layers" / "__init__.py") if path.exists()]
+    if not paths:
+        raise ValueError("__all__ exports layers, but there is no layers.py")
+    tree = ast.parse(paths[0].read_text(encoding="utf-8"), str(paths[0]))
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]

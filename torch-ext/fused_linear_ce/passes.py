@@ -9,17 +9,25 @@ A target outside the vocabulary raises on the CPU. Elsewhere reading it would co
 run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
 
 from . import backends, validation
-from .backends.base import Head, Stats, Wants, accumulation_dtype
-from .loss import Coefficients, LossOptions, Upstream, coefficients, token_loss, token_loss_upstream
+from .backends.base import Head, Stats, Wants, accumulation_dtype, lost_by_rounding, target_chain
+from .loss import (
+    Coefficients,
+    LossOptions,
+    Upstream,
+    coefficients,
+    target_dlogit,
+    token_loss,
+    token_loss_upstream,
+)
 from .plan import Call, Needs, Plan, decide
 
-_NUDGE = 2.0**-30  # see _row_factors
 _SLAB_BYTES = 64 << 20
 
 
@@ -33,6 +41,9 @@ class Rows:
 
     def __len__(self) -> int:
         return self.targets.shape[0]
+
+    def cut_targets(self, start: int, stop: int) -> torch.Tensor:
+        return self.targets if stop - start == len(self) else self.targets[start:stop]
 
     def take(self, tensor: Optional[torch.Tensor], start: int = 0, stop: Optional[int] = None):
         """The rows [start, stop) of a tensor of all N tokens; masked rows read as zero."""
@@ -80,8 +91,7 @@ def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int) -> Rows:
         if count < targets.shape[0]:
             index = torch.argsort(keep, descending=True, stable=True)[:count]
             targets = targets[index]
-    inside = (targets >= 0) & (targets < vocab)
-    return Rows(index, live, torch.where(inside, targets, torch.full_like(targets, -1)))
+    return Rows(index, live, torch.where(targets.clamp(0, vocab - 1) == targets, targets, -1))
 
 
 class Problem:
@@ -141,32 +151,6 @@ class Problem:
         return total
 
 
-def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, t / a) such that p_j a + t [j = y] = a (p_j + (t / a) [j = y]) can be formed for every row.
-
-    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|,
-    which changes the other elements by 1e-9 of t. A row with a = t = 0 has factor 0.
-    """
-    tiny = c.t.abs() * _NUDGE
-    a = torch.where(c.a.abs() < tiny, torch.copysign(tiny, c.a), c.a)
-    return a, torch.where(a == 0, torch.full_like(a, -1.0), c.t / a)
-
-
-def _target_exps(stats: Stats, ratio: torch.Tensor, softcap: Optional[float]) -> torch.Tensor:
-    """What E[i, y_i] must be so that scale * E = chi * (p - onehot * -ratio): expm1 keeps p_y - 1 exact near 1."""
-    return _target_chain((torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale, stats, softcap)
-
-
-def _target_chain(value: torch.Tensor, stats: Stats, softcap: Optional[float]) -> torch.Tensor:
-    """value * chi at the target."""
-    return value if softcap is None else value * (1 - torch.square((stats.target + stats.max) / softcap))
-
-
-def _lost_by_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """The factor that rounding took off; 1 where nothing is left to multiply."""
-    return torch.where(rounded == 0, 1.0, exact / rounded.to(exact.dtype))
-
-
 class GradientSink:
     """Accumulates dX, dW and db over chunks; the first write to an accumulator overwrites it."""
 
@@ -181,45 +165,49 @@ class GradientSink:
         self.problem.backend.grad_weight(e, x, self.weight, self.weight_started)
         self.weight_started = True
 
+    def _hidden_buffer(self, start: int, stop: int) -> torch.Tensor:
+        """Where a chunk's dX is made: in place where it ends up."""
+        if self.problem.rows.index is None and self.hidden.dtype == self.problem.acc:
+            return self.hidden[start:stop]
+        return self.problem.new_accumulator(stop - start, self.hidden.shape[1])
+
+    def _put_hidden(self, values: torch.Tensor, start: int, stop: int) -> None:
+        if self.problem.rows.index is not None or self.hidden.dtype != self.problem.acc:
+            self.problem.rows.put(values, self.hidden, start, stop)
+
     def add_scaled(self, start: int, stop: int, x, e: torch.Tensor, stats: Stats, c: Coefficients) -> None:
-        """A chunk given as E: dlogits = logit_scale * (a scale E with its target element set) + the constant term."""
+        """A chunk given as E: dlogits = factor * E, once it is finished, + the constant term."""
         p, head = self.problem, self.problem.head
-        a, ratio = _row_factors(c)
-        column = p.rows.targets[start:stop].clamp(min=0).unsqueeze(1)
-        exact = _target_exps(stats, ratio, head.softcap)
-        rounded = exact.to(e.dtype)
-        e.scatter_(1, column, rounded.unsqueeze(1))
-        # The target's element outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the row
-        # factor takes up its rounding: what the others lose by that is less than what it gains.
-        factor = a * stats.scale * head.logit_scale * _lost_by_rounding(exact, rounded)
+        scaled = torch.empty(x.shape, dtype=e.dtype, device=x.device) if self.needs.weight else None
+        factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.t, scaled)
         constant = None if c.d is None else c.d * head.logit_scale
         if self.needs.hidden:
-            out = p.new_accumulator(stop - start, x.shape[1])
+            out = self._hidden_buffer(start, stop)
             p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
             out.mul_(factor.unsqueeze(1))
             if constant is not None:
                 self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
                 out.addr_(constant, self.row_sum)
-            p.rows.put(out, self.hidden, start, stop)
+            self._put_hidden(out, start, stop)
         if self.needs.weight:
-            self._add_weight(e, torch.mul(x, factor.unsqueeze(1)).to(e.dtype))
+            self._add_weight(e, scaled)
         if self.needs.bias:
             p.backend.grad_bias(e, factor, self.bias)
         if constant is not None and (self.needs.weight or self.needs.bias):
             part = (constant @ x.to(p.acc), constant.sum())
             self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
 
-    def add_exact(self, start: int, stop: int, x, e: torch.Tensor, rounding: Optional[torch.Tensor]) -> None:
-        """A chunk given as finished dlogits, with _rounding_of_target's factor."""
+    def add_exact(self, start: int, stop: int, x, e: torch.Tensor, unit: Optional[torch.Tensor]) -> None:
+        """A chunk given as finished dlogits, in _in_units_of_target's unit per row."""
         p = self.problem
         if self.needs.hidden:
-            out = p.new_accumulator(stop - start, x.shape[1])
+            out = self._hidden_buffer(start, stop)
             p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
-            p.rows.put(out if rounding is None else out.mul_(rounding), self.hidden, start, stop)
+            self._put_hidden(out if unit is None else out.mul_(unit.unsqueeze(1)), start, stop)
         if self.needs.weight:
-            self._add_weight(e, x.to(e.dtype))
+            self._add_weight(e, _in_units(x, unit, e.dtype))
         if self.needs.bias:
-            p.backend.grad_bias(e, x.new_ones(x.shape[0], dtype=p.acc), self.bias)
+            p.backend.grad_bias(e, x.new_ones(x.shape[0], dtype=p.acc) if unit is None else unit, self.bias)
 
     def finish_constant(self) -> None:
         """dW_j += w_j sum_i d_i x_i and db_j += w_j sum_i d_i."""
@@ -239,11 +227,11 @@ def row_scaled(c: Coefficients, softcap: Optional[float]) -> bool:
     return c.b is None and (c.d is None or softcap is None)
 
 
-def _live_coefficients(rows: Rows, c: Coefficients) -> Coefficients:
+def _live_coefficients(live: Optional[torch.Tensor], c: Coefficients) -> Coefficients:
     """Zero coefficients in masked rows (only while capturing)."""
-    if rows.live is None:
+    if live is None:
         return c
-    return Coefficients(*(None if v is None else torch.where(rows.live, v, torch.zeros_like(v)) for v in c))
+    return Coefficients(*(None if v is None else torch.where(live, v, torch.zeros_like(v)) for v in c))
 
 
 class LossResult(NamedTuple):
@@ -298,28 +286,39 @@ def loss_and_gradients(
         else output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),
         output(needs.bias, vocab, zero=True),
     )
-    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
-    loss_sum = torch.zeros((), dtype=acc, device=p.hidden.device)
     weight_sum = p.head.class_weight_sum() if wants.sum_log_probs else None
+    ones = torch.ones(len(rows), dtype=acc, device=p.hidden.device)
+
+    def row_coefficients(lse: Optional[torch.Tensor], start: int, stop: int) -> Coefficients:
+        one, *weights = (None if v is None else v[start:stop] for v in (ones, target_weight, token_weight))
+        upstream = token_loss_upstream(one, lse, *weights, options)
+        live = None if rows.live is None else rows.live[start:stop]
+        return _live_coefficients(live, coefficients(upstream, weight_sum, one))
+
+    fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
+    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
     for start, stop in p.chunks():
         x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
-        part = replace(rows, live=None if rows.live is None else rows.live[start:stop])
-        p.backend.forward(x, rows.targets[start:stop], p.head, wants, s, e)
-        weights = tuple(None if w is None else w[start:stop] for w in (target_weight, token_weight))
-        losses = token_loss(s.log_prob, s.lse, s.sum_log_probs, *weights, options)
-        loss_sum += _live_sum(part, losses)
-        upstream = token_loss_upstream(torch.ones_like(losses), s.lse, *weights, options)
-        sink.add_scaled(start, stop, x, e, s, _live_coefficients(part, coefficients(upstream, weight_sum, losses)))
+        p.backend.forward(x, rows.cut_targets(start, stop), p.head, wants, s, e)
+        if options.z_loss:
+            c = row_coefficients(s.lse, start, stop)
+        else:  # made when the device has its first work
+            fixed = row_coefficients(None, 0, len(rows)) if fixed is None else fixed
+            c = _cut(fixed, start, stop)
+        sink.add_scaled(start, stop, x, e, s, c)
+    log_prob = stats.log_prob
+    lse = stats.lse if options.z_loss else None
+    losses = token_loss(log_prob, lse, stats.sum_log_probs, target_weight, token_weight, options)
     sink.finish_constant()
     count = _count(rows, p.hidden.device)
     zero = torch.zeros((), dtype=acc, device=p.hidden.device)
     return LossResult(
-        loss_sum,
+        _live_sum(rows, losses),
         count.to(acc) if target_weight is None else _live_sum(rows, target_weight),
         count,
-        _live_sum(rows, stats.is_top1.to(torch.int64)) if metrics else torch.zeros_like(count),
+        _live_sum(rows, stats.is_top1) if metrics else torch.zeros_like(count),
         _live_sum(rows, stats.entropy) if metrics else zero,
-        -_live_sum(rows, stats.log_prob) if metrics else zero.clone(),
+        -_live_sum(rows, log_prob) if metrics else zero.clone(),
         sink.hidden,
         sink.weight,
         sink.bias,
@@ -369,10 +368,10 @@ def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
     kept_buffer = torch.empty(kept_exps_shape(p.call, n_tokens), dtype=p.e_dtype, device=device)
     kept = min(p.plan.kept_rows, len(rows))
     for start, stop in p.chunks(0, kept):
-        exps = kept_buffer[start:stop, :vocab]
-        p.backend.forward(p.x(start, stop), rows.targets[start:stop], p.head, wants, stats.rows(start, stop), exps)
+        x, targets, s = p.x(start, stop), rows.cut_targets(start, stop), stats.rows(start, stop)
+        p.backend.forward(x, targets, p.head, wants, s, kept_buffer[start:stop, :vocab])
     for start, stop in p.chunks(kept):
-        p.backend.forward(p.x(start, stop), rows.targets[start:stop], p.head, wants, stats.rows(start, stop))
+        p.backend.forward(p.x(start, stop), rows.cut_targets(start, stop), p.head, wants, stats.rows(start, stop))
 
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
         return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
@@ -408,7 +407,7 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     max_, log_sum, target, scale = (rows.take(t) for t in (saved.max, saved.log_sum, saved.target, saved.scale))
     stats = Stats(max_, log_sum, target, scale, entropy, None, None, None)
     weight_sum = head.class_weight_sum() if upstream.sum_log_probs is not None else None
-    c = _live_coefficients(rows, coefficients(upstream, weight_sum, log_sum))
+    c = _live_coefficients(rows.live, coefficients(upstream, weight_sum, log_sum))
     if rows.live is not None:
         stats.scale = torch.where(rows.live, stats.scale, 1.0)  # finite beside the zero coefficients of masked rows
     # A row without a class has NaN statistics, and a NaN gradient whatever its upstream is.
@@ -448,12 +447,12 @@ def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> Non
         sink.add_scaled(start, stop, p.x(start, stop), e, stats.rows(start, stop), _cut(c, start, stop))
         e.scatter_(1, column, before)
     buffer = p.new_exps(min(p.plan.chunk_rows, len(rows) - kept))
-    rounding = _rounding_of_target(p, stats, c_exact)
+    c_exact, unit = _in_units_of_target(p, stats, c_exact)
     for start, stop in p.chunks(kept):
         x, e = p.x(start, stop), buffer[: stop - start]
         targets, s = rows.targets[start:stop], stats.rows(start, stop)
         p.backend.dlogits(x, targets, head, s, _cut(c_exact, start, stop), e)
-        sink.add_exact(start, stop, x, e, None if rounding is None else rounding[start:stop])
+        sink.add_exact(start, stop, x, e, None if unit is None else unit[start:stop])
     sink.finish_constant()
     if accumulator is not dw:
         dw.copy_(accumulator)
@@ -467,6 +466,7 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
         dx_sum = p.new_accumulator(len(rows), dx.shape[1])
     exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
     dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
+    c_exact, unit = _in_units_of_target(p, stats, c_exact)
     for first in range(0, vocab, slab):
         last = min(first + slab, vocab)
         head = p.head.columns(first, last)
@@ -479,29 +479,44 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
             p.backend.dlogits(x, rows.targets[start:stop] - first, head, s, _cut(c_exact, start, stop), e)
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
+            part = None if unit is None else unit[start:stop]
             if needs.weight:
-                p.backend.grad_weight(e, x.to(e.dtype), total, accumulate=start > 0)
+                p.backend.grad_weight(e, _in_units(x, part, e.dtype), total, accumulate=start > 0)
             if needs.bias:
-                p.backend.grad_bias(e, torch.ones_like(s.max), db[first:last])
+                p.backend.grad_bias(e, torch.ones_like(s.max) if part is None else part, db[first:last])
         if dw_slab is not None:
             dw[first:last] = total
-    rounding = _rounding_of_target(p, stats, c_exact) if needs.hidden else None
-    if rounding is not None:
-        dx_sum.mul_(rounding)
+    if needs.hidden and unit is not None:
+        dx_sum.mul_(unit.unsqueeze(1))
     if dx_sum is not dx:
         rows.put(dx_sum, dx, 0, len(rows))
 
 
-def _rounding_of_target(p: Problem, stats: Stats, c: Coefficients) -> Optional[torch.Tensor]:
-    """What the rounding of the target's dlogit took off it, as a factor that gives it back to dX (see add_scaled).
+def _in_units_of_target(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coefficients, Optional[torch.Tensor]]:
+    """(coefficients, unit) with coefficients * unit = c, such that the target's dlogit loses nothing to rounding.
 
-    None where there is nothing to gain: unrounded dlogits, or a gradient that the target does not dominate.
+    bf16 rounds p_y - 1 to -1 wherever p_y < 2^-9: the same way in every row, while its errors in the other elements
+    cancel in sums over rows. The unit, (R,), within [1/2, 2] or so, is given back to dX, to the x of dW and to db's
+    sum. Were it 1 - p_y itself, rounding x * unit would lose p_y as well: hence a mantissa that varies from row to
+    row, that of exp(lse). None where dlogits are not rounded.
     """
-    if p.e_dtype == p.acc or c.b is not None or c.d is not None:
-        return None
-    exact = _target_chain(c.a * torch.expm1(stats.log_prob) + (c.a + c.t), stats, p.head.softcap)
-    return _lost_by_rounding(exact, exact.to(p.e_dtype)).unsqueeze(1)
+    if p.e_dtype == p.acc:
+        return c, None
+    exact = target_dlogit(c, stats.log_prob, stats.entropy)
+    if c.d is not None:
+        weight = _target_weight(p.head.class_weight, p.rows, p.acc)
+        exact += c.d if weight is None else c.d * weight
+    exact = target_chain(exact, stats, p.head.softcap)
+    mantissa = torch.exp2(torch.frac(stats.lse / math.log(2)))
+    unit = lost_by_rounding(exact, (exact * mantissa).to(p.e_dtype))
+    return Coefficients(*(None if v is None else v / unit for v in c)), unit
+
+
+def _in_units(x: torch.Tensor, unit: Optional[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return (x if unit is None else x * unit.unsqueeze(1)).to(dtype)
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:
+    if stop - start == c.a.shape[0]:
+        return c
     return Coefficients(*(None if v is None else v[start:stop] for v in c))

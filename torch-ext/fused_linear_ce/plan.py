@@ -13,7 +13,7 @@ The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored ro
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -22,7 +22,8 @@ from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # Bytes of E that live at once when `workspace` is None. On an accelerator large enough that the GEMMs run at full
-# speed and that the fp32 dW accumulator is read and written few times; on a CPU 512 rows of a 32k vocabulary.
+# speed and that the fp32 dW accumulator is read and written few times. On a CPU 384 rows of a 32k vocabulary, the most
+# with which 4096 tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_CHUNK_ACCELERATOR = 1024 * MIB
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
@@ -79,7 +80,7 @@ class Call:
         dtype: torch.dtype,
         hidden_dtype: torch.dtype,
         weight_dtype: torch.dtype,
-        device_type: str,
+        device: Union[torch.device, str],
         needs: Needs,
         row_scaled: bool,
         workspace: Optional[int],
@@ -87,7 +88,7 @@ class Call:
         acc = accumulation_dtype(dtype)
         self.needs, self.row_scaled, self.workspace = needs, row_scaled, workspace
         self.vocab, self.hidden_size = vocab, hidden_size
-        self.backend = backends.choose(device_type, dtype == torch.float64)
+        self.backend = backends.choose(device, dtype == torch.float64)
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # the chunk's copies of x, one in the accumulation dtype
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
@@ -96,6 +97,7 @@ class Call:
         partials = vocab // 3 if self.backend == "triton" else 0
         self.row = e_row + partials + self.x_row
         self.statistics_row = partials + self.x_row if self.backend == "triton" else self.row
+        device_type = device if isinstance(device, str) else device.type
         self.default_chunk = DEFAULT_CHUNK.get(device_type, DEFAULT_CHUNK_ACCELERATOR)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
@@ -109,7 +111,7 @@ class Call:
             copies += dtype.itemsize if weight_dtype != dtype else 0
             copies += self.exp if dtype == torch.float16 and any(needs) else 0
         elif dtype != acc or weight_dtype != acc:
-            upcast = min(2 * UPCAST_BYTES, vocab * hidden_size * 2 * acc.itemsize)
+            upcast = min(UPCAST_BYTES, vocab * hidden_size * acc.itemsize) * 3 // 2  # with its half-precision copy
         self.copy_class = copies * hidden_size
         self.copy_weight = copies * hidden_size * vocab
         self.upcast = upcast

@@ -2,8 +2,8 @@
 
 TRL chooses its loss by name and patches the model's forward for it. Two generations of that patch exist:
 
-    1.9 - 1.14   loss_type "chunked_nll": sft_trainer._patch_chunked_ce_lm_head(model, ...), before Trainer.__init__
-    1.15 -       loss_type "nll": sft_trainer.add_fused_lm_head(model, ...), after Trainer.__init__
+    - 1.14   loss_type "chunked_nll": sft_trainer._patch_chunked_ce_lm_head(model, ...), before Trainer.__init__
+    1.15 -   loss_type "nll": sft_trainer.add_fused_lm_head(model, ...), after Trainer.__init__
 
 Everything is looked up when this package is imported: a TRL that has moved on fails here, not at the first step.
 """
@@ -12,12 +12,12 @@ import trl
 from packaging.version import Version
 from trl.trainer import sft_trainer
 
-TESTED = "1.9 to 1.16"
+TESTED = "1.12 to 1.16"
 
 _moved = ImportError(
-    f"fused_linear_ce_trl was tested with TRL {TESTED} and needs trl>=1.9,<2; TRL {trl.__version__} is installed"
+    f"fused_linear_ce_trl was tested with TRL {TESTED} and needs trl>=1.12,<2; TRL {trl.__version__} is installed"
 )
-if not Version("1.9") <= Version(trl.__version__) < Version("2.dev0"):
+if not Version("1.12") <= Version(trl.__version__) < Version("2.dev0"):
     raise _moved
 
 # Whether TRL's SFT loss is made from log-probabilities of a fused head, called with fused_lm_head=True.

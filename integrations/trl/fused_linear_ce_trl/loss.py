@@ -118,7 +118,9 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def mean_loss(sums: Sums, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
     """The loss over num_items_in_batch, or over the tokens that count; a batch without any is 0 and not 0 / 0."""
     count = sums.num_valid if num_items_in_batch is None else num_items_in_batch
-    return sums.nll / torch.as_tensor(count, device=sums.nll.device).clamp(min=1)
+    if isinstance(count, torch.Tensor):
+        return sums.nll / count.to(sums.nll.device).clamp(min=1)
+    return sums.nll / max(count, 1)
 
 
 def _counts(metrics: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

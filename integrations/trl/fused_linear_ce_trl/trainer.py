@@ -7,7 +7,6 @@ forward for that loss, patch_cce_lm_head is called in its place.
 import contextlib
 import functools
 import inspect
-import os
 import types
 from collections.abc import Callable, Iterator
 
@@ -76,9 +75,10 @@ def _init(trainer, init: Callable, args: tuple, kwargs: dict) -> None:
     if trainer.args.n_gpu > 1:
         raise ValueError(DATA_PARALLEL)
     if not patched:
-        raise RuntimeError(f"TRL {trl.__version__} did not call {host.PATCH}; loss_type='cce' was tested with TRL "
-                           f"{host.TESTED}")  # fmt: skip
-    if os.environ.get("FUSED_LINEAR_CE_CHECK") != "0":
+        raise RuntimeError(
+            f"TRL {trl.__version__} did not call {host.PATCH}; loss_type='cce' was tested with TRL {host.TESTED}"
+        )
+    with trainer.accelerator.autocast():  # as in training: some attention kernels take no float32
         check_logit_transform(patched[0])
 
 

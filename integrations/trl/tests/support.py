@@ -135,3 +135,41 @@ def assert_same_curves(a: list[dict], b: list[dict], rtol=1e-6, grad_norm=1e-5, 
         )  # fmt: skip
         for key, bound in bounds.items():
             assert abs(x[key] - y[key]) <= bound, f"{key}: {x[key]} and {y[key]}"
+
+
+_VISION_IDS = dict(image_token_id=504, video_token_id=505, vision_start_token_id=506, vision_end_token_id=507)
+
+
+def make_vlm(kind: str, **text_changes):
+    """A tiny vision-language model for images of 16 x 16 pixels, which become 4 tokens of id 504."""
+    text = {**_COMMON, **text_changes}
+    if kind == "qwen2.5-vl":
+        vision = dict(
+            depth=2, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=4,
+            spatial_merge_size=2, temporal_patch_size=1, window_size=16, fullatt_block_indexes=[1],
+        )  # fmt: skip
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_VISION_IDS)
+        cls = transformers.Qwen2_5_VLForConditionalGeneration
+    else:
+        vision = dict(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=16,
+            patch_size=4,
+        )  # fmt: skip
+        text.update(head_dim=8, sliding_window=16)
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=504, boi_token_index=506,
+            eoi_token_index=507,
+        )  # fmt: skip
+        cls = transformers.Gemma3ForConditionalGeneration
+    torch.manual_seed(0)
+    return cls(config)
+
+
+def vlm_batch(kind: str) -> dict:
+    ids = torch.tensor([[5, 506, 504, 504, 504, 504, 507, 6, 7, 8, 9]])
+    torch.manual_seed(1)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.masked_fill(ids >= 504, -100))
+    if kind == "qwen2.5-vl":
+        return inputs | dict(pixel_values=torch.randn(16, 3 * 4 * 4), image_grid_thw=torch.tensor([[1, 4, 4]]))
+    return inputs | dict(pixel_values=torch.randn(1, 3, 16, 16), token_type_ids=(ids == 504).long())

@@ -1,8 +1,11 @@
 """Where the kernel comes from, and who has to allow it."""
 
 import importlib.metadata
+import os
 import re
 import socket
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -176,3 +179,38 @@ def test_r1d_nll_never_touches_loader_or_network(no_local_build, monkeypatch, tm
 )  # fmt: skip
 def test_r1c_docstrings_say_that_code_is_downloaded_and_run(function):
     assert "DOWNLOADS AND RUNS CODE" in function.__doc__ or "DOWNLOAD AND RUN CODE" in function.__doc__
+
+
+FROM_A_HUB = """
+import os, subprocess, sys
+
+release = [sys.executable, "-m", "tools.release", "--quiet", "--allow-dirty"]
+revision = subprocess.run(release, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+os.environ["FUSED_LINEAR_CE_REVISION"] = revision
+
+from support import config, make_model, make_trainer
+from fused_linear_ce_trl import load_kernel
+
+try:
+    make_trainer(make_model(), config(sys.argv[1]))
+except ValueError as error:
+    assert f"would download the kernel trl-lib/fused-linear-ce at revision {revision}" in str(error)
+trainer = make_trainer(make_model(), config(sys.argv[1], trust_remote_code=True))
+trainer.train()
+assert trainer.state.log_history[0]["entropy"] > 0
+print("loaded", load_kernel().__file__)
+assert f"/snapshots/{revision}/" in load_kernel().__file__
+"""
+
+
+@pytest.mark.slow
+def test_f1_r1_t3_trains_with_the_kernel_of_a_hub_by_commit(tmp_path):
+    """Released to a local Hub, fetched from it by its commit after the opt-in, by the real clients."""
+    root = Path(__file__).resolve().parents[3]
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_OFFLINE")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.local_hub", "--", sys.executable, "-c", FROM_A_HUB, str(tmp_path)],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0 and "\nloaded " in result.stdout, result.stdout + result.stderr

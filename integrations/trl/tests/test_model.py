@@ -11,7 +11,7 @@ from torch import nn
 
 from fused_linear_ce_trl import check_logit_transform, kernel, patch_cce_lm_head
 from fused_linear_ce_trl.model import logit_transform
-from support import ARCHITECTURES, VOCAB, make_model, texts
+from support import ARCHITECTURES, VOCAB, make_model, make_vlm, texts, vlm_batch
 
 
 def batch(n=4):
@@ -272,3 +272,31 @@ def test_logit_transform_reads_scales_as_the_models_use_them():
     assert logit_transform(make_model("gemma2").config) == (1.0, 2.0)
     assert logit_transform(make_model("recurrentgemma").config) == (1.0, 2.0)
 
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "gemma3-vl"])
+def test_i12_vision_language_models(kind):
+    """Images go through the whole backbone; scale and softcap come from the text's configuration."""
+    model, reference = make_vlm(kind), make_vlm(kind)
+    patch_cce_lm_head(model)
+    check_logit_transform(model)
+    out, expected = model(**vlm_batch(kind)), reference(**vlm_batch(kind))
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    out.loss.backward()
+    expected.loss.backward()
+    assert_same_gradients(model, reference, 1e-4)
+    vision = {name: grad for name, grad in gradients(model).items() if "visual" in name or "projector" in name}
+    assert any(grad.abs().sum() > 0 for grad in vision.values())
+
+    inputs = vlm_batch(kind)
+    del inputs["labels"]
+    tokens = [m.eval().generate(**inputs, max_new_tokens=3, do_sample=False) for m in (model, reference)]
+    assert torch.equal(*tokens)
+    with pytest.raises(ValueError, match="nonsense"):
+        model.generate(**inputs, nonsense=1, max_new_tokens=1)
+
+
+def test_i12_a_softcap_that_the_model_does_not_apply_is_refused():
+    """Gemma3's vision-language forward ignores final_logit_softcapping."""
+    with pytest.raises(ValueError, match=r"not scale 1\.0 and softcap 5\.0"):
+        check_logit_transform(make_vlm("gemma3-vl", final_logit_softcapping=5.0))

@@ -8,8 +8,9 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import fused_linear_ce_trl
 from fused_linear_ce_trl import SFTTrainer, host, kernel
@@ -20,7 +21,9 @@ from support import (
     dataset,
     make_model,
     make_trainer,
+    make_vlm,
     steps,
+    tokenizer,
     train,
 )
 
@@ -204,6 +207,53 @@ def test_i11_moe_coefficient_of_the_config(coefficient, tmp_path):
         assert cce == theirs == [None] * 3
 
 
+def test_i12_images(tmp_path):
+    """Through TRL's collator for images and the model's processor."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (16, 16), "red")
+    tokens = dict(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
+    text = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer()._tokenizer.to_str()), pad_token="<pad>", eos_token="<eos>",
+        extra_special_tokens=tokens,
+    )  # fmt: skip
+    parts = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] or '<boi>' }}{% endfor %}{% endfor %}"
+    processor = transformers.Gemma3Processor(
+        transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), text, image_seq_length=4,
+        chat_template=parts,
+    )  # fmt: skip
+    turns = [("user", [{"type": "image"}, {"type": "text", "text": "What is it?"}]),
+             ("assistant", [{"type": "text", "text": "It is red"}])]  # fmt: skip
+    row = {"messages": [{"role": role, "content": content} for role, content in turns], "images": [image]}
+    logs = []
+    for loss_type in ("cce", REFERENCE):
+        model = make_vlm("gemma3-vl", vocab_size=len(text))
+        model.config.image_token_id = text.convert_tokens_to_ids("<image>")
+        args = config(tmp_path, loss_type, max_length=None, per_device_train_batch_size=2, learning_rate=1e-3)
+        trainer = make_trainer(model, args, train_dataset=Dataset.from_list([row] * 4), processing_class=processor)
+        trainer.train()
+        logs.append(steps(trainer))
+    assert_same_curves(*logs)
+
+
+def test_plain_trainer(tmp_path):
+    """patch_cce_lm_head alone serves transformers.Trainer, which calls the model with labels."""
+    logs = []
+    for patched in (True, False):
+        model = make_model()
+        if patched:
+            fused_linear_ce_trl.patch_cce_lm_head(model)
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="sgd",
+            learning_rate=0.05, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        )  # fmt: skip
+        collator = transformers.DataCollatorForSeq2Seq(tokenizer())
+        trainer = transformers.Trainer(model, args, collator, train_dataset=dataset())
+        trainer.train()
+        logs.append(steps(trainer))
+    for a, b in zip(*logs):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
 # ---- evaluation, generation, checkpoints
 
 
@@ -355,10 +405,10 @@ def test_i15_a_trl_that_does_not_call_the_hook(tmp_path, monkeypatch):
         make_trainer(make_model(), config(tmp_path))
 
 
-@pytest.mark.parametrize("version", ["1.8.0", "2.0.0", "2.1.0.dev0"])
+@pytest.mark.parametrize("version", ["1.11.0", "2.0.0", "2.1.0.dev0"])
 def test_i15_trl_outside_the_tested_range(version, monkeypatch):
     monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(ImportError, match=rf"tested with TRL 1\.9 to 1\.16.*TRL {version} is installed"):
+    with pytest.raises(ImportError, match=rf"tested with TRL 1\.12 to 1\.16.*TRL {version} is installed"):
         importlib.reload(host)
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend: the six functions of base.py as launches of the kernels beside this file.
+"""The Triton backend: the seven functions of base.py as launches of the kernels beside this file.
 
 Every launch runs under the guard of its tensors' device and takes 64-bit offsets; nothing here synchronises.
 """
@@ -12,12 +12,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...loss import Coefficients
-from ..base import Head, Stats, Wants
+from ..base import NUDGE, Head, Stats, Wants
 from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
 
-_REFERENCE_COLUMNS = 128  # classes that the reference is the maximum of, beside the target
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -69,52 +68,59 @@ class _Launch:
         self.column_tiles = triton.cdiv(self.vocab, t.columns)
         programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
         self.grid = (programs,)
-        self.x, self.weight = x, weight
-        self.strides = (x.stride(0), weight.stride(0), weight.stride(1))
-        self.out = x if out is None else out
-        self.out_stride = 0 if out is None else out.stride(0)
-        if t.descriptors:
-            self.x = TensorDescriptor.from_tensor(x, [t.rows, t.depth])
-            self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
-            if out is not None:
-                self.out = TensorDescriptor.from_tensor(out, [t.rows, t.columns])
         self.bias = x if head.bias is None else head.bias.contiguous()  # x: a pointer that the kernel will not read
         self.class_weight = x if head.class_weight is None else head.class_weight.contiguous()
-        self.softcap = 1.0 if head.softcap is None else head.softcap
+        softcap = 1.0 if head.softcap is None else head.softcap
+        self.sizes = (self.rows, self.vocab, self.hidden_size, self.row_tiles, self.column_tiles)
+        self.strides = ()
+        self.scalars = (head.logit_scale, softcap)
         self.flags = {
-            "ROWS": t.rows,
-            "COLUMNS": t.columns,
-            "DEPTH": t.depth,
             "GROUP": t.group,
             "PROGRAMS": programs,
-            "FLATTEN": t.flatten,
-            "DESCRIPTORS": t.descriptors,
-            "PRECISION": _precision(x.device, x.dtype),
             "SCALED": head.logit_scale != 1.0,
             "HAS_BIAS": head.bias is not None,
             "HAS_SOFTCAP": head.softcap is not None,
             "HAS_CLASS_WEIGHT": head.class_weight is not None,
-            "COMPUTE": _TRITON_DTYPE[x.dtype],
             "num_warps": t.warps,
+        }
+        if t.loads == "pipeline":
+            from . import hopper
+
+            self.forward_kernel, self.dlogits_kernel = hopper.forward_kernel, hopper.dlogits_kernel
+            self.x, self.weight, self.out = hopper.logits_descriptors(x, weight, out)
+            return
+        self.forward_kernel, self.dlogits_kernel = fwd.forward_kernel, bwd.dlogits_kernel
+        self.x, self.weight, self.out = x, weight, x if out is None else out
+        self.strides = (x.stride(0), weight.stride(0), weight.stride(1), 0 if out is None else out.stride(0))
+        if t.loads == "descriptors":
+            self.x = TensorDescriptor.from_tensor(x, [t.rows, t.depth])
+            self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
+            if out is not None:
+                self.out = TensorDescriptor.from_tensor(out, [t.rows, t.columns])
+        self.flags |= {
+            "ROWS": t.rows,
+            "COLUMNS": t.columns,
+            "DEPTH": t.depth,
+            "DESCRIPTORS": t.loads == "descriptors",
+            "PRECISION": _precision(x.device, x.dtype),
+            "COMPUTE": _TRITON_DTYPE[x.dtype],
             "num_stages": t.stages,
         }
 
 
-def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
-    """c_i of forward_kernels.py, (R,)."""
-    reference = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    rows = 16  # small tiles: a chunk's rows have to fill the device
+def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head, scratch: torch.Tensor) -> None:
+    """Writes c_i of forward_kernels.py into the scratch."""
+    rows = 8
     weight = head.weight
     fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
-        x, weight, x if head.bias is None else head.bias.contiguous(), targets, reference,
+        x, weight, x if head.bias is None else head.bias.contiguous(), targets, scratch,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
-        ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=64 if x.element_size() == 2 else 32,
+        ROWS=rows, DEPTH=128,
         SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
-        COMPUTE=_TRITON_DTYPE[x.dtype], PRECISION=_precision(x.device, x.dtype), num_warps=4,
+        COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
-    return reference
 
 
 def forward(
@@ -137,24 +143,13 @@ def forward(
         launch = _Launch(x, head, exps, tiles)
         store = exps is not None
         rows, device = launch.rows, x.device
-
-        def partial(wanted: bool = True) -> torch.Tensor:
-            shape = (launch.column_tiles, rows) if wanted else (0,)
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        partials = (
-            partial(), partial(), partial(wants.entropy), partial(wants.log_sum_sq), partial(wants.sum_log_probs),
-            torch.empty(launch.column_tiles, dtype=torch.float32, device=device),
-            torch.zeros(rows, dtype=torch.float32, device=device), torch.ones(rows, dtype=torch.int8, device=device),
-        )  # fmt: skip
+        # Pieces of two buffers, see row_scratch and tile_partials in logits.py.
+        planes = 2 + wants.entropy + wants.log_sum_sq + wants.sum_log_probs
+        plane = rows * launch.column_tiles
+        scratch = torch.empty(4 * rows + 1, dtype=torch.float32, device=device)
+        partials = torch.empty(planes * plane + launch.column_tiles, dtype=torch.float32, device=device)
         if store:
-            marks = (
-                _reference(x, targets, head),
-                torch.empty(rows, dtype=torch.int32, device=device),
-                torch.zeros(1, dtype=torch.int32, device=device),
-            )
-        else:
-            marks = (stats.max, targets, targets)  # pointers that the kernels will not read
+            _reference(x, targets, head, scratch)
         asked = {"ENTROPY": wants.entropy, "SQUARES": wants.log_sum_sq, "SHIFTED": wants.sum_log_probs}
         unused = stats.max
         outputs = (stats.max, stats.log_sum, stats.target, stats.scale) + tuple(
@@ -166,18 +161,39 @@ def forward(
         )  # fmt: skip
         block = 16 if device.type == "cpu" else 32
         for repair in (False, True) if store else (False,):
-            fwd.forward_kernel[launch.grid](
-                launch.x, launch.weight, launch.bias, targets, launch.class_weight, *marks, launch.out, *partials,
-                rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
-                *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
-                STORE=store, REPAIR=repair, **asked, **launch.flags,
+            how, extra = launch, {}
+            if how.tiles.loads != "pipeline":
+                extra = {"REPAIR": repair}
+            elif repair:
+                # Rows that overflow are few: the kernel for all devices does them, in the same column tiles.
+                how, extra = _Launch(x, head, exps, tuning.REPAIR), {"REPAIR": True}
+            how.forward_kernel[how.grid](
+                how.x, how.weight, how.bias, targets, how.class_weight, scratch, how.out, partials,
+                *how.sizes, plane, *how.strides, *how.scalars, STORE=store, **extra, **asked, **how.flags,
             )  # fmt: skip
             fwd.combine_kernel[(triton.cdiv(rows, block),)](
-                targets, *marks, *partials, *outputs, rows, launch.column_tiles,
+                targets, scratch, partials, *outputs, rows, launch.column_tiles, plane,
                 fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
                 ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
                 TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
             )  # fmt: skip
+
+
+def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Tensor, scaled=None) -> torch.Tensor:
+    """See base.py."""
+    rows, hidden_size = x.shape
+    factor = torch.empty(rows, dtype=torch.float32, device=e.device)
+    block = 4
+    if rows:
+        with _guard(e):
+            bwd.finish_kernel[(triton.cdiv(rows, block),)](
+                e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), t.contiguous(),
+                factor, x if scaled is None else scaled, rows, hidden_size, e.stride(0), x.stride(0),
+                head.logit_scale, 1.0 if head.softcap is None else head.softcap, NUDGE[torch.float32],
+                ROWS=block, COLUMNS=512, HAS_SOFTCAP=head.softcap is not None, SCALE_X=scaled is not None,
+                PRECISE=x.dtype == torch.float32, num_warps=4,
+            )  # fmt: skip
+    return factor
 
 
 def dlogits(
@@ -190,12 +206,11 @@ def dlogits(
         launch = _Launch(x, head, out)
         c = Coefficients(*(None if v is None else v.contiguous() for v in coefficients))
         unused = stats.max
-        bwd.dlogits_kernel[launch.grid](
+        launch.dlogits_kernel[launch.grid](
             launch.x, launch.weight, launch.bias, targets, launch.class_weight,
             stats.max, stats.log_sum, stats.log_prob, unused if c.b is None else stats.entropy,
             c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
-            launch.rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
-            *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
+            *launch.sizes, *launch.strides, *launch.scalars,
             HAS_B=c.b is not None, HAS_D=c.d is not None, **launch.flags,
         )  # fmt: skip
 
@@ -228,7 +243,22 @@ def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch
 
 
 def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    _matmul(e.t(), x, out, accumulate)
+    """Hopper has a kernel that hides the addition; elsewhere it is the library's GEMM."""
+    operands = e.dtype == torch.bfloat16 and _describable(e) and _describable(x) and _describable(out)
+    if not operands or tuning.best_loads(e.device) != "pipeline":
+        _matmul(e.t(), x, out, accumulate)
+        return
+    from . import hopper
+
+    (rows, vocab), hidden_size = e.shape, x.shape[1]
+    classes, width = tuning.weight_tile(hidden_size)
+    class_tiles, width_tiles = triton.cdiv(vocab, classes), triton.cdiv(hidden_size, width)
+    programs = min(tuning.multiprocessors(e.device), class_tiles * width_tiles)
+    with _guard(e):
+        hopper.weight_kernel[(programs,)](
+            *hopper.weight_descriptors(e, x, out, classes, width), rows, class_tiles, width_tiles,
+            PROGRAMS=programs, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
+        )  # fmt: skip
 
 
 def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
