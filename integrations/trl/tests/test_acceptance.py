@@ -1,10 +1,10 @@
 """ACCEPTANCE.md names tests that exist; and the rules for the sources that no linter knows."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parents[1]
