@@ -1,5 +1,6 @@
 """The forward GEMM with the softmax statistics in its epilogue, and the reduction of the statistics over tiles.
 
+    select_kernel      which rows count
     reference_kernel   c_i: the target's logit (only where E is stored)
     forward_kernel     tile of logits -> per-(tile, row) partial statistics, and E = exp(z - c) chi if asked for
     combine_kernel     partial statistics -> the row's statistics; marks rows whose E may have overflowed
@@ -31,6 +32,25 @@ from .logits import (
 
 LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times passes._NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
+
+
+@triton.jit
+def select_kernel(targets, index, classes, count, N, ignore_index, V, BLOCK: tl.constexpr):
+    """Selection of base.py, by one program: N is a few thousand, and this comes before everything else."""
+    kept = 0
+    for first in range(0, N, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        y = tl.load(targets + at, mask=at < N, other=0).to(tl.int64)
+        keep = (at < N) & (y != ignore_index)
+        position = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(index + position, at.to(tl.int64), mask=keep)
+        tl.store(classes + position, tl.where((y >= 0) & (y < V), y, -1), mask=keep)
+        kept += tl.sum(keep.to(tl.int32), 0)
+    for first in range(0, N, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(index + at, tl.zeros((BLOCK,), dtype=tl.int64), mask=(at >= kept) & (at < N))
+        tl.store(classes + at, tl.full((BLOCK,), -1, dtype=tl.int64), mask=(at >= kept) & (at < N))
+    tl.store(count, kept)
 
 
 @triton.jit

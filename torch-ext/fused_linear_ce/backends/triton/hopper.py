@@ -6,16 +6,17 @@ All of them are one pipeline. A program is persistent and has three roles, each 
     consumers    two warpgroups: matrix instructions on the ring's blocks, and then the tile's epilogue. A tile is cut
                  in two, one half for each, and they share the block of the other operand.
 
-The consumers are not in step: either may be up to STAGES blocks ahead. So one's epilogue (exponentials, row sums,
-stores) runs while the other keeps the tensor cores busy, and the producer has the next tile's first blocks ready
-before the last tile is stored. A kernel whose warps all go from the GEMM to the epilogue and back leaves the tensor
-cores idle meanwhile: 1.3 times the time of the library's GEMM at a hidden size of 1024, where this takes 1.07.
+The consumers are kept out of step: the second starts a tile when the first is LEAD blocks into it. So one's epilogue
+(exponentials, row sums, stores) runs while the other keeps the tensor cores busy, and the producer has the next tile's
+first blocks ready before the last tile is stored. A kernel whose warps all go from the GEMM to the epilogue and back
+leaves the tensor cores idle meanwhile: 1.3 times the time of the library's GEMM at a hidden size of 1024.
 
 A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the two consumers that have read it;
 both flip their phase every time round the ring. What a tile's values become is logits.py's, as in the other kernels.
 """
 
 import functools
+import os
 from typing import Optional
 
 import torch
@@ -65,6 +66,7 @@ COLUMNS = gl.constexpr(256)
 PART = gl.constexpr(64)  # columns of a block that goes out, of 8 KiB
 DEPTH = gl.constexpr(64)  # of a block along the reduction
 STAGES = gl.constexpr(4)  # slots of 48 KiB each; with two blocks on their way out for each consumer, memory is full
+LEAD = gl.constexpr(int(os.environ.get("FLCE_LEAD", "2")))  # blocks that the first consumer is ahead of the second
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(40), gl.constexpr(232)
 
 
@@ -94,27 +96,35 @@ def weight_descriptors(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, clas
 
 @gluon.jit
 def _ring():
-    """(ready, empty): the barriers of a ring's slots."""
+    """(ready, empty, lead): the barriers of a ring's slots, and the one that keeps the consumers out of step."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(lead, count=1)
     fence_async_shared()
-    return ready, empty
+    return ready, empty, lead
 
 
 @gluon.jit
-def _slot(step, ready, empty):
+def _slot(step, ring):
     """The ring's slot of a step, waited for until both consumers have read what it held, and its `ready` barrier."""
+    ready, empty, _ = ring
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
     return stage, ready.index(stage)
 
 
 @gluon.jit
-def _product(half: gl.constexpr, a, b, ready, empty, step, accumulator, K, ROW_MAJOR: gl.constexpr):
-    """(a consumer's half of a tile, the next step). ROW_MAJOR: blocks are (rows, depth), else (depth, rows)."""
+def _product(half: gl.constexpr, a, b, ring, step, tile // PROGRAMS, accumulator, K, ROW_MAJOR: gl.constexpr):
+    """(a consumer's half of a tile, the next step). turn: the tile's number. ROW_MAJOR: blocks are (rows, depth), else
+    (depth, rows)."""
+    ready, empty, lead = ring
+    first_release = min(LEAD * DEPTH, (K - 1) // DEPTH * DEPTH)
+    if half == 1:
+        mbarrier.wait(lead, turn & 1)
     for k in range(0, K, DEPTH):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -127,6 +137,8 @@ def _product(half: gl.constexpr, a, b, ready, empty, step, accumulator, K, ROW_M
         # One stays in flight; the one before it has been read.
         accumulator = warpgroup_mma_wait(1, deps=[accumulator])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        if half == 0:
+            mbarrier.arrive(lead, count=1, pred=k == first_release)
         step += 1
     accumulator = warpgroup_mma_wait(0, deps=[accumulator])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
@@ -141,7 +153,7 @@ def _halves(tile):
 
 @gluon.jit
 def _load_logits(
-    x, w, x_blocks, w_blocks, ready, empty, H, row_tiles, column_tiles, GROUP: gl.constexpr, PROGRAMS: gl.constexpr
+    x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP: gl.constexpr, PROGRAMS: gl.constexpr
 ):
     """Producer of x (rows, H) and w (classes, H)."""
     half: gl.constexpr = ROWS // 2
@@ -149,7 +161,7 @@ def _load_logits(
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         for k in range(0, H, DEPTH):
-            stage, full = _slot(step, ready, empty)
+            stage, full = _slot(step, ring)
             mbarrier.expect(full, (ROWS + COLUMNS) * DEPTH * 2)
             copy_in(x, [row_tile * ROWS, k], full, x_blocks.index(2 * stage))
             copy_in(x, [row_tile * ROWS + half, k], full, x_blocks.index(2 * stage + 1))
@@ -198,7 +210,7 @@ def _forward_tiles(
 ):  # fmt: skip
     """Consumer of forward_kernel: what forward_kernels.forward_kernel does with a tile."""
     (
-        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
+        x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     ) = operands  # fmt: skip
     reference, target_z, target_beaten, _, _ = row_scratch(scratch, R)
@@ -223,7 +235,7 @@ def _forward_tiles(
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
         z = gl.zeros([size, COLUMNS], gl.float32, layout)
-        z, step = _product(half, x_blocks, w_blocks, ready, empty, step, z, H, True)
+        z, step = _product(half, x_blocks, w_blocks, ring, step, tile // PROGRAMS, z, H, True)
 
         at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         columns = column + at
@@ -279,9 +291,9 @@ def forward_kernel(
     staging = x_blocks
     if STORE:
         staging = gl.allocate_shared_memory(exps.dtype, [4, ROWS // 2, PART], exps.layout)
-    ready, empty = _ring()
+    ring = _ring()
     operands = (
-        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
+        x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     )  # fmt: skip
     gl.warp_specialize(
@@ -294,7 +306,7 @@ def forward_kernel(
                 1, operands, GROUP, PROGRAMS, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
                 SQUARES, SHIFTED,
             )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ready, empty, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
+            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -309,7 +321,7 @@ def _dlogits_tiles(
 ):  # fmt: skip
     """Consumer of dlogits_kernel."""
     (
-        x_blocks, w_blocks, ready, empty, staging, out, bias, targets, class_weight,
+        x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
         row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     ) = operands  # fmt: skip
@@ -336,7 +348,7 @@ def _dlogits_tiles(
         if HAS_D:
             d = gl.load(row_d + rows, mask=live, other=0.0)
         z = gl.zeros([size, COLUMNS], gl.float32, layout)
-        z, step = _product(half, x_blocks, w_blocks, ready, empty, step, z, H, True)
+        z, step = _product(half, x_blocks, w_blocks, ring, step, tile // PROGRAMS, z, H, True)
 
         at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         columns = column + at
@@ -370,9 +382,9 @@ def dlogits_kernel(
     x_blocks = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS // 2, DEPTH], x.layout)
     w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, ROWS // 2, PART], out.layout)
-    ready, empty = _ring()
+    ring = _ring()
     operands = (
-        x_blocks, w_blocks, ready, empty, staging, out, bias, targets, class_weight,
+        x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
         row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     )  # fmt: skip
@@ -384,7 +396,7 @@ def dlogits_kernel(
             (_dlogits_tiles, (
                 1, operands, GROUP, PROGRAMS, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
             )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ready, empty, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
+            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -393,7 +405,7 @@ def dlogits_kernel(
 
 @gluon.jit
 def _load_transposed(
-    e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr,
+    e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr,
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Producer of e (rows, V) and x (rows, H), in blocks of DEPTH rows."""
@@ -402,7 +414,7 @@ def _load_transposed(
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES, tile % width_tiles * WIDTH
         for k in range(0, R, DEPTH):
-            stage, full = _slot(step, ready, empty)
+            stage, full = _slot(step, ring)
             mbarrier.expect(full, (CLASSES + WIDTH) * DEPTH * 2)
             copy_in(e, [k, first], full, e_blocks.index(2 * stage))
             copy_in(e, [k, first + half], full, e_blocks.index(2 * stage + 1))
@@ -416,7 +428,7 @@ def _weight_tiles(
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of weight_kernel."""
-    e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles = operands
+    e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles = operands
     size: gl.constexpr = CLASSES // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 8, 16])
@@ -424,7 +436,7 @@ def _weight_tiles(
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
         accumulator = gl.zeros([size, WIDTH], gl.float32, layout)
-        accumulator, step = _product(half, e_blocks, x_blocks, ready, empty, step, accumulator, R, False)
+        accumulator, step = _product(half, e_blocks, x_blocks, ring, step, tile // PROGRAMS, accumulator, R, False)
         _store_tile(half, accumulator, out, first, column, staging, part, ACCUMULATE)
     tma.store_wait(0)
 
@@ -443,14 +455,14 @@ def weight_kernel(
     e_blocks = gl.allocate_shared_memory(e.dtype, [2 * STAGES, DEPTH, CLASSES // 2], e.layout)
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
-    ready, empty = _ring()
-    operands = (e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles)
+    ring = _ring()
+    operands = (e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles)
     gl.warp_specialize(
         [
             (_weight_tiles, (0, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
             (_weight_tiles, (1, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
             (_load_transposed, (
-                e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS, CLASSES, WIDTH,
+                e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, PROGRAMS, CLASSES, WIDTH,
             )),
         ],
         [4, 1],
