@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow build verify lint bench clean
+.PHONY: help demo test test-slow build verify api lint bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ build: $(INSTALLED) ## write build/, one directory per backend, as kernel-builde
 
 verify: build ## check build/: metadata, digests, and that it agrees with build.toml
 	$(PY) -m tools.verify
+
+api: $(INSTALLED) ## write api/v<version>.json, the public API; refuses an incompatible change of a version
+	$(PY) -m tools.api
 
 lint: $(INSTALLED) ## ruff, and the rules that a kernel's source has to keep
 	$(PY) -m ruff check
