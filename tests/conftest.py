@@ -58,6 +58,24 @@ def kernel(build_dir) -> ModuleType:
     return load_kernel(build_dir)
 
 
+@pytest.fixture(scope="session")
+def local_hub_server():
+    for module in ("tools", "huggingface_hub", "starlette", "uvicorn", "pygit2"):
+        pytest.importorskip(module)
+    from .hub import server
+
+    with server() as serving:
+        yield serving
+
+
+@pytest.fixture
+def local_hub(tmp_path, local_hub_server):
+    """An empty local Hub, served while the test runs: a `tests.hub.RunningHub`."""
+    from .hub import empty_hub
+
+    return empty_hub(tmp_path / "hub", *local_hub_server)
+
+
 def load_kernel(build_dir: Path) -> ModuleType:
     """The kernel of a build directory. LOCAL_KERNELS stays set, so that subprocesses get the same one."""
     if importlib.util.find_spec("kernels") is None:

@@ -1,1 +1,1 @@
-"""What the maintainer runs: build, verify, check_layout. Standard library only, where nothing else is said."""
+"""What the maintainer runs: build, verify, check_layout, release. Standard library only, if nothing else is said."""

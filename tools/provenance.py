@@ -34,6 +34,11 @@ def git_state(config: Config) -> GitState | None:
     return GitState(commit, tree, dirty=bool(modified or untracked))
 
 
+def uncommitted(config: Config) -> list[str]:
+    """The files of the checkout that differ from HEAD or are not in it (nor ignored), as `git status` lists them."""
+    return (_git(config.root, "status", "--porcelain") or "").splitlines()
+
+
 def _git(root: Path, *args: str) -> str | None:
     # A git hook exports GIT_DIR and the like, which would answer for another checkout than `root`.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}

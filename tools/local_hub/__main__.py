@@ -1,0 +1,67 @@
+"""Run a local Hub: on its own until Ctrl-C, or for as long as a command takes that is to use it.
+
+    python -m tools.local_hub                       # prints what to export in another shell
+    python -m tools.local_hub -- kernels versions trl-lib/fused-linear-ce
+
+The command gets HF_ENDPOINT, HF_TOKEN and an HF_HOME of its own, so that nothing from this Hub comes into the cache of
+the real one, where a repository of the same name may lie.
+"""
+
+import argparse
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from .app import Hub
+from .server import serve
+from .store import Store
+
+
+def client_environment(endpoint: str, token: str, home: Path) -> dict[str, str]:
+    """What the clients have to be told. Files of this Hub are never stored by Xet."""
+    return {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.local_hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, help="where the repositories are kept (default: deleted at the end)")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument(
+        "--trusted", action="append", default=[], metavar="OWNER", help="is a trusted publisher; may be repeated"
+    )
+    parser.add_argument("command", nargs="*", help="run this instead of waiting for Ctrl-C, and exit with its status")
+    args = parser.parse_args(argv)
+    token = os.environ.get("LOCAL_HUB_TOKEN") or f"hf_{secrets.token_hex(16)}"
+    with contextlib.ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="local-hub-")))
+        hub = Hub(Store((args.store or temporary / "store").resolve()), token, args.trusted)
+        try:
+            endpoint = stack.enter_context(serve(hub.app(), args.port))
+        except OSError as error:
+            print(f"local_hub: can't listen on port {args.port}: {error}", file=sys.stderr)
+            return 1
+        environment = client_environment(endpoint, token, temporary / "home")
+        if args.command:
+            try:
+                return subprocess.run(args.command, env={**os.environ, **environment}, check=False).returncode
+            except OSError as error:
+                print(f"local_hub: can't run {args.command[0]}: {error}", file=sys.stderr)
+                return 127
+        for name, value in environment.items():
+            print(f"export {name}={value}")
+        print("# serving until Ctrl-C", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
