@@ -1,8 +1,8 @@
 """Check that a pinned revision of the kernel exists, is a release, is intact, and does what its user needs.
 
-It downloads the revision into the cache that get_kernel uses. Once everything else has passed it RUNS the kernel's code
-on this machine, in a process of its own without tokens, and only for repositories on the allow-list; --no-run leaves
-that out.
+It downloads the revision into the cache that get_kernel uses. Once everything else has passed it RUNS the kernel's
+code on this machine, in a process of its own without tokens, and only for repositories on the allow-list; --no-run
+leaves that out.
 
 exit codes: 0 the pin is good, 1 it must not be used, 2 wrong arguments or input files, 3 the Hub could not be asked.
 """
@@ -110,7 +110,6 @@ class PinCheck:
     def _run_kernel(self, allowed: list[str]) -> dict:
         """What smoke.py prints, run on the files that were checked: offline, so that no others take their place."""
         environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-        environment.pop("LOCAL_KERNELS", None)  # would load something else in place of the pin
         environment.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(constants.HF_HUB_CACHE))
         old_client = tuple(map(int, importlib.metadata.version("kernels").split(".")[:2])) < (0, 17)
         trust = json.dumps(True if old_client else allowed)
@@ -185,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         manifest = calls.read_manifest(args.manifest) if args.manifest else []
     except ValueError as error:
         parser.error(str(error))
+    os.environ.pop("LOCAL_KERNELS", None)  # it would have `kernels` take something else in place of the pin
     does = "downloads it and runs its code on this machine" if args.run else "downloads it"
     print(f"check_pin: {args.repo_id} @ {revision}: {does}", file=sys.stderr)
     report = PinCheck(args, revision, quotes, manifest).run()

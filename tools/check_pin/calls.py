@@ -7,9 +7,9 @@
       {"call": "layers.LinearCrossEntropy"}
     ]
 
-`positional` is the number of arguments by position and `keywords` the names of the others; `fields` are attributes that
-the consumer reads off the result, `metrics` keys that it reads off the dict that comes with `return_metrics=True`.
-An entry with `call` alone only asks for the name to be there.
+`positional` is the number of arguments by position and `keywords` the names of the others; `fields` are attributes
+that the consumer reads off the result, `metrics` keys of the dict that comes with `return_metrics=True`. An entry with
+`call` alone only asks for the name to be there.
 """
 
 import json

@@ -113,25 +113,30 @@ def check_variants(api: HfApi, repo_id: str, revision: str, backends: Sequence[s
 
 
 def check_trust(repo_id: str, revision: str) -> str:
-    """What `trust_remote_code` get_kernel asks for. Asks `kernels` itself, which loads no code for that."""
-    installed = importlib.metadata.version("kernels")
-    if _accepts(repo_id, revision, False):
-        return "the publisher is trusted by the Hub: get_kernel loads it without trust_remote_code"
-    if not _accepts(repo_id, revision, [repo_id]):
-        message = f'kernels {installed} does not load this revision with trust_remote_code=["{repo_id}"]'
-        raise Failed("allow-list-refused", f"{message}: it takes a list from 0.17 on; older ones need True")
-    needed = f'the publisher is not a trusted one: get_kernel needs trust_remote_code=["{repo_id}"]'
-    return f"{needed} (kernels >= 0.17, here {installed}; older ones need True)"
-
-
-def _accepts(repo_id: str, revision: str, trust: bool | list[str]) -> bool:
+    """What `trust_remote_code` get_kernel wants. `kernels` itself is asked, which for that loads no code."""
     import kernels
 
+    installed = importlib.metadata.version("kernels")
     with reachable("the publisher"):
         try:
-            return kernels.has_kernel(repo_id, revision=revision, trust_remote_code=trust)
-        except ValueError:
-            return False
+            fits = kernels.has_kernel(repo_id, revision=revision, trust_remote_code=[repo_id])
+        except ValueError as error:
+            message = f'kernels {installed} refuses trust_remote_code=["{repo_id}"]: {error}'
+            raise Failed(
+                "allow-list-refused", message, "it takes a list from 0.17 on; older ones need True"
+            ) from error
+        if not fits:
+            raise Failed("no-variant-here", "none of the builds fits the torch that is installed here")
+        try:
+            kernels.has_kernel(repo_id, revision=revision)
+        except ValueError as error:
+            known = "is not from a trusted publisher" in str(error)
+            publisher = (
+                "the publisher is not a trusted one" if known else "the Hub did not say if it trusts the publisher"
+            )
+            needed = f'{publisher}: get_kernel needs trust_remote_code=["{repo_id}"]'
+            return f"{needed} (kernels >= 0.17, here {installed}; older ones need True)"
+    return "the publisher is trusted by the Hub: get_kernel loads it without trust_remote_code"
 
 
 def download(api: HfApi, repo_id: str, revision: str, cache_dir: str | None) -> tuple[Path, dict[str, RepoFile]]:

@@ -45,7 +45,7 @@ def locked(path: Path, repo_id: str) -> tuple[str, int | None]:
 
 
 def quotes(checkout: Path, repo_id: str) -> list[Quote]:
-    """Every full sha that stands within three lines of `repo_id`, or as `repo_id@sha`, in the checkout's text files."""
+    """Every full sha within three lines of `repo_id`, or in `repo_id@sha`, in the checkout's text files."""
     found = []
     for path in _files(checkout):
         if path.is_file() and path.stat().st_size <= LARGEST_FILE:
