@@ -1,6 +1,6 @@
 """Train a tiny language model twice, with two loss heads, and show that only time and memory change.
 
-    make demo                                                           # the kernel of this checkout
+    make demo                                                           # this checkout's, through a local Hub
     python examples/train_tiny.py --revision SHA --trust-remote-code    # a published one
 
 One copy of the model computes all logits and calls F.cross_entropy, the other gives its hidden states and the lm_head
@@ -37,6 +37,7 @@ from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+REPO_ID = "trl-lib/fused-linear-ce"
 IGNORE = -100
 FULL, FUSED = "full logits + F.cross_entropy", "fused-linear-ce"
 TOLERANCE = 1e-4  # two correct fp32 implementations differ by rounding alone: a few 1e-6 here
@@ -53,7 +54,7 @@ def parse_args():
     p.add_argument("--device", help="default: a GPU if there is one, else the CPU")
     p.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder for the plot")
     p.add_argument("--revision", help="commit of the kernel to load from the Hub; not needed with LOCAL_KERNELS")
-    p.add_argument("--trust-remote-code", action="store_true", help="allow code from the Hub to run")
+    p.add_argument("--trust-remote-code", action="store_true", help=f"allow the code of {REPO_ID} to run")
     args = p.parse_args()
     default = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
     args.device = torch.device(args.device or default)
@@ -127,7 +128,8 @@ def fused_head(args):
     if args.revision is None and "LOCAL_KERNELS" not in os.environ:
         sys.exit("Which kernel? Run `make demo`, or pass --revision SHA --trust-remote-code.")
     which = {"revision": args.revision} if args.revision else {"version": 1}
-    kernel = kernels.get_kernel("trl-lib/fused-linear-ce", trust_remote_code=args.trust_remote_code, **which)
+    trusted = [REPO_ID] if args.trust_remote_code else False
+    kernel = kernels.get_kernel(REPO_ID, trust_remote_code=trusted, **which)
     return functools.partial(kernel.fused_linear_cross_entropy, return_metrics=True)
 
 

@@ -6,7 +6,6 @@ def test_something(local_hub):
 """
 
 import contextlib
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from urllib.parse import unquote
 from huggingface_hub import HfApi
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tools.local_hub.__main__ import client_environment
+from tools.local_hub.__main__ import client_environment, client_settings
 from tools.local_hub.app import Hub
 from tools.local_hub.server import serve
 from tools.local_hub.store import Repository, Store
@@ -154,8 +153,8 @@ class RunningHub:
 
     def environment(self, **changes: "str | None") -> dict[str, str]:
         """For a client in a process of its own, with this test's cache; `changes` add, replace or (None) remove."""
-        inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_KERNELS", "TRITON_INTERPRET")}
-        environment = {**inherited, **client_environment(self.endpoint, TOKEN, self.home), **changes}
+        settings = client_environment(client_settings(self.endpoint, TOKEN, self.home))
+        environment = {**settings, "TRITON_INTERPRET": None, **changes}
         return {name: value for name, value in environment.items() if value is not None}
 
     def run(self, *command: str, cwd: Path = ROOT, **changes: "str | None") -> subprocess.CompletedProcess:

@@ -2,9 +2,7 @@
 
 import copy
 import json
-import os
 import shutil
-import subprocess
 
 import pytest
 
@@ -12,6 +10,8 @@ pytest.importorskip("tools", reason="the tools are not part of the Nix build's t
 
 from tools import api, public_api
 from tools.config import ROOT, Config
+
+from .checkout import commit, copy_checkout
 
 CONFIG = Config.load()
 COMMITTED = json.loads((ROOT / "api" / f"v{CONFIG.version}.json").read_text(encoding="utf-8"))
@@ -196,16 +196,11 @@ def checkout(tmp_path):
     """A git repository with a copy of what the command reads, and its API file committed."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-    for name in ("build.toml", "CARD.md", f"api/v{CONFIG.version}.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    package = tmp_path / "torch-ext" / CONFIG.module
-    shutil.copytree(CONFIG.package, package, ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
-    for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "first"]):
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *command], env=environment, check=True)
-    return tmp_path
+    config = copy_checkout(tmp_path / "checkout")
+    (config.root / "api").mkdir()
+    shutil.copy(ROOT / "api" / f"v{CONFIG.version}.json", config.root / "api")
+    commit(config)
+    return config.root
 
 
 def edit(path, old, new):

@@ -1,5 +1,6 @@
 """The build: its form, how it loads, that two of them live in one process, and that verify finds what is wrong."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from tools import build as build_tool
 from tools import card, provenance, public_api, verify
 from tools.config import ROOT, Config
 
+from .checkout import append, copy_checkout
+from .checkout import git as run_git
 from .conftest import REPO_ID, load_variant, submodule
 
 CONFIG = Config.load()
@@ -27,20 +30,10 @@ CONFIG = Config.load()
 
 @pytest.fixture
 def checkout(tmp_path) -> Config:
-    """A copy of what the build reads, outside of git, to be modified.
-
-    A comment makes its content, and with it the operator namespace of its builds, this test's own.
-    """
-    root = tmp_path / "checkout"
-    root.mkdir()
-    for name in ("build.toml", "CARD.md"):
-        shutil.copy(ROOT / name, root)
-    for name in CONFIG.shipped_files():
-        target = root / "torch-ext" / CONFIG.module / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(CONFIG.package / name, target)
-    (root / "torch-ext" / CONFIG.module / "__init__.py").open("a").write(f"# {tmp_path.name}\n")
-    return Config.load(root)
+    """A copy of what the build reads, outside of git, whose content and operator namespace are this test's own."""
+    config = copy_checkout(tmp_path / "checkout")
+    append(config, f"# {tmp_path.name}")
+    return config
 
 
 @pytest.fixture
@@ -181,15 +174,8 @@ def test_tools_do_not_import_torch():
 def git(checkout):
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-
-    def run(*arguments):
-        identity = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-        command = ["git", "-C", str(checkout.root), *identity, *arguments]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
-
-    run("init", "--quiet")
-    return run
+    run_git(checkout, "init", "--quiet")
+    return functools.partial(run_git, checkout)
 
 
 def test_unique_id_of_a_clean_checkout_is_the_tree(checkout, git, tmp_path):

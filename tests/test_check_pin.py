@@ -16,9 +16,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from tools.build import digest
 from tools.check_pin import __main__ as check_pin
 from tools.check_pin import calls, pins, smoke
-from tools.config import ROOT, Config
+from tools.config import Config
 from tools.release import release
 
+from .checkout import append, commit, copy_checkout, git
 from .conftest import torch_backend
 from .hub import Fault, status
 
@@ -46,21 +47,9 @@ def source(tmp_path_factory) -> Config:
     """A checkout without uncommitted changes, whatever this one's state is."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-    root = tmp_path_factory.mktemp("source")
-    for name in ("build.toml", "CARD.md", "benchmarks/benchmark.py"):
-        (root / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, root / name)
-    ignored = shutil.ignore_patterns("__pycache__", "_ops.py")
-    shutil.copytree(CONFIG.package, root / "torch-ext" / CONFIG.module, ignore=ignored)
-    git(root, "init", "--quiet")
-    git(root, "add", "--all")
-    git(root, "commit", "--quiet", "--message", "source")
-    return Config.load(root)
-
-
-def git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), "-c", "user.name=Test", "-c", "user.email=test@example.com", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    config = copy_checkout(tmp_path_factory.mktemp("source") / "checkout")
+    commit(config)
+    return config
 
 
 class Pinned:
@@ -153,7 +142,7 @@ def test_a_good_pin_passes_every_check(pinned, source, manifest, tmp_path):
     assert "one place, train.py, quotes it" in text
     assert "the head of v1" in text
     assert "torch-cpu, torch-cuda, torch-rocm, torch-xpu" in text
-    assert f"built from commit {git(source.root, 'rev-parse', 'HEAD')}, without uncommitted changes" in text
+    assert f"built from commit {git(source, 'rev-parse', 'HEAD')}, without uncommitted changes" in text
     assert f'get_kernel needs trust_remote_code=["{REPO}"]' in text
     assert "older ones need True" in text
     assert "of the float64 result, on cpu" in text
@@ -173,6 +162,21 @@ def test_a_trusted_publisher_needs_no_trust_argument(pinned):
     pinned.hub.hub.trusted.add("trl-lib")
     _, results = pinned.check(REPO, pinned.sha, "--no-run")
     assert "loads it without trust_remote_code" in results["trust"]["messages"][0]
+
+
+def test_the_head_of_the_branch_can_be_checked(pinned, capsys):
+    newer = pinned.commit({"benchmarks/benchmark.py": b"# newer"})
+    assert check_pin.main(["--head", "--no-run"]) == 0
+    assert capsys.readouterr().out.startswith(f"{REPO} @ {newer}\n")
+    for arguments, message in (
+        (["--head", "--version", "7"], f"{REPO} has no branch v7 (it has: main, v1)"),
+        (["trl-lib/nothing", "--head"], "there is no kernel repository trl-lib/nothing, or it is private"),
+    ):
+        assert check_pin.main(arguments) == 1
+        assert message in capsys.readouterr().out
+    pinned.hub.faults.append(Fault("GET", "/refs", status(500)))
+    assert check_pin.main(["--head"]) == 3
+    assert "the Hub answered 500 when asked for the branches" in capsys.readouterr().out
 
 
 def test_the_pin_can_come_from_a_lock_or_a_checkout(pinned, tmp_path):
@@ -238,10 +242,10 @@ def test_what_counts_as_a_quote(tmp_path, text, lines):
 
 
 def test_only_tracked_files_of_a_git_checkout_are_searched(tmp_path):
-    git(tmp_path, "init", "--quiet")
     for name in ("tracked", "untracked"):
         (tmp_path / name).write_text(f"{REPO} {SHA}")
-    git(tmp_path, "add", "tracked")
+    for command in (["init", "--quiet"], ["add", "tracked"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
     assert [quote.path for quote in pins.quotes(tmp_path, REPO)] == ["tracked"]
 
 
@@ -481,8 +485,9 @@ def changed(source: Config, root: Path, file: str, old: str, new: str) -> Config
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    git(root, "commit", "--quiet", "--all", "--message", "change")
-    return Config.load(root)
+    config = Config.load(root)
+    commit(config)
+    return config
 
 
 def publish_changed(pinned, source, tmp_path, old: str, new: str, file: str = "api.py") -> str:
@@ -559,16 +564,15 @@ def test_a_manifest_that_is_none(tmp_path, content, message):
 
 def spy(path: Path) -> str:
     """Code for the end of a kernel's __init__.py that leaves a trace of having run, and of what it saw."""
-    return f'\nimport os\nopen({str(path)!r}, "w").write(str(dict(os.environ)))\n'
+    return f'import os; open({str(path)!r}, "w").write(str(dict(os.environ)))'
 
 
 def test_code_that_is_not_allowed_is_not_run(pinned, source, tmp_path):
     """The same kernel in a repository of somebody else."""
     fork, trace = "somebody/fused-linear-ce", tmp_path / "trace"
     config = changed(source, tmp_path / "fork", "build.toml", f'repo-id = "{REPO}"', f'repo-id = "{fork}"')
-    init = config.package / "__init__.py"
-    init.write_text(init.read_text() + spy(trace))
-    git(config.root, "commit", "--quiet", "--all", "--message", "spy")
+    append(config, spy(trace))
+    commit(config)
     sha = release(config, pinned.api).commit
     code, text = pinned.failure("values", fork, sha)
     assert code == "not-allowed"
@@ -586,7 +590,7 @@ def test_nothing_is_run_after_a_failure(pinned, tmp_path):
     changes = {}
     for backend in CONFIG.backends:
         name = f"build/torch-{backend}/__init__.py"
-        changes[name] = pinned.read(name) + spy(trace).encode()
+        changes[name] = pinned.read(name) + f"\n{spy(trace)}\n".encode()
     pinned.failure("digests", REPO, pinned.commit(changes))
     assert not trace.exists()
 
@@ -623,6 +627,7 @@ def test_nothing_is_run_after_a_failure(pinned, tmp_path):
             "the kernel ended its process with 7",
         ),
     ],
+    ids=["wrong value", "import fails", "call fails", "process ends"],
 )
 def test_a_kernel_that_does_not_do_its_work(pinned, source, tmp_path, file, old, new, code, message):
     sha = publish_changed(pinned, source, tmp_path, old, new, file)
@@ -661,11 +666,12 @@ def test_code_from_elsewhere_is_noticed(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         ([SHA], f"REPO_ID must be owner/name, not '{SHA}'"),
-        ([REPO], "no revision to check; give one, or a --lock, or a --checkout that quotes it"),
+        ([REPO], "no revision to check; give one, or --lock, --head, or a --checkout that quotes it"),
         (["--checkout", "{tmp}"], "no revision to check: {tmp} quotes none; give one"),
         (["--lock", "{tmp}/none"], "{tmp}/none can't be read as a kernels.lock: "),
         (["--lock", "{tmp}/lock"], f"{{tmp}}/lock does not lock {REPO}"),
-        ([REPO, SHA, "--lock", "{tmp}/lock"], "give a REVISION or a --lock, not both"),
+        ([REPO, SHA, "--lock", "{tmp}/lock"], "give one of REVISION, --lock and --head"),
+        ([REPO, SHA, "--head"], "give one of REVISION, --lock and --head"),
         ([REPO, SHA, "--manifest", "{tmp}/none"], "{tmp}/none can't be read as JSON: "),
     ],
 )

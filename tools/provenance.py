@@ -36,7 +36,7 @@ def git_state(config: Config) -> GitState | None:
 
 def uncommitted(config: Config) -> list[str]:
     """The files of the checkout that differ from HEAD or are not in it (nor ignored), as `git status` lists them."""
-    return (_git(config.root, "status", "--porcelain") or "").splitlines()
+    return [line.strip() for line in (_git(config.root, "status", "--porcelain") or "").splitlines()]
 
 
 def _git(root: Path, *args: str) -> str | None:

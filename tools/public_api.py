@@ -32,8 +32,10 @@ def layer_names(package: Path) -> list[str]:
     """The layer classes: those defined in layers.py or layers/__init__.py, if `__all__` exports `layers`."""
     if "layers" not in exported_names(package / "__init__.py"):
         return []
-    layers = next(path for path in (package / "layers.py", package / "layers" / "__init__.py") if path.exists())
-    return [node.name for node in _parse(layers).body if isinstance(node, ast.ClassDef)]
+    paths = [path for path in (package / "layers.py", package / "layers" / "__init__.py") if path.exists()]
+    if not paths:
+        raise ValueError("__all__ exports layers, but there is no layers.py")
+    return [node.name for node in _parse(paths[0]).body if isinstance(node, ast.ClassDef)]
 
 
 def describe(package: Path) -> dict:

@@ -1,6 +1,6 @@
 """Publish the kernel on the Hub that HF_ENDPOINT names, and print the commit to pin.
 
-The variants and the benchmarks become one commit of the branch v<version>, the card becomes README.md of main. They are
+The variants and the benchmarks become one commit of the branch v<version>, the card becomes README.md of main. All is
 built from a clean checkout and checked before anything is sent; the branch takes the commit as a whole or not at all.
 Releasing the same source again changes nothing, so it is safe to repeat a release that failed.
 
@@ -122,15 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dry_report(config: Config, compared: Release) -> list[str]:
     lines = []
     for branch, change in ((compared.branch, compared.kernel), ("main", compared.card)):
-        lines += [f"{config.repo_id} {branch}: {_count(change)}", *(f"    {line}" for line in change.lines())]
+        lines += [f"{config.repo_id} {branch} would get {_count(change)}", *(f"    {line}" for line in change.lines())]
     return [*lines, f"nothing was published; {compared.branch} is at {compared.commit or 'no commit yet'}"]
 
 
 def _report(config: Config, released: Release) -> list[str]:
     pin = f'get_kernel("{config.repo_id}", revision="{released.commit}", trust_remote_code=["{config.repo_id}"])'
     return [
-        f"{config.repo_id} {released.branch}: {_count(released.kernel)}",
-        f"{config.repo_id} main: {_count(released.card)}",
+        f"{config.repo_id} {released.branch} got {_count(released.kernel)}",
+        f"{config.repo_id} main got {_count(released.card)}",
         f"{released.branch} is at {released.commit}. To pin it:",
         "",
         f"    {pin}",
@@ -138,9 +138,10 @@ def _report(config: Config, released: Release) -> list[str]:
 
 
 def _count(change: Change) -> str:
-    return (
-        f"{len(change.uploads)} files to upload, {len(change.deletions)} to delete" if change else "nothing to change"
-    )
+    if not change:
+        return "no changes"
+    new = len(change.is_new)
+    return f"{new} new files, {len(change.uploads) - new} changed, {len(change.deletions)} deleted"
 
 
 if __name__ == "__main__":

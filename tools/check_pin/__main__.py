@@ -22,7 +22,7 @@ from huggingface_hub import HfApi, constants
 
 from ..config import Config
 from . import calls, files, hub, pins, smoke
-from .report import BLOCKED, FAILED, PASSED, SKIPPED, UNREACHABLE, Failed, Report, Result, Skipped, Unreachable
+from .report import BLOCKED, PASSED, SKIPPED, Failed, Report, Result, Skipped, Verdict
 
 ALLOWED = ["trl-lib/fused-linear-ce"]
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
@@ -63,12 +63,8 @@ class PinCheck:
         else:
             try:
                 result = Result(name, PASSED, [check()])
-            except Skipped as skipped:
-                result = Result(name, SKIPPED, [str(skipped)])
-            except Unreachable as unreachable:
-                result = Result(name, UNREACHABLE, [str(unreachable)])
-            except Failed as failed:
-                result = Result(name, FAILED, failed.messages, failed.code)
+            except Verdict as verdict:
+                result = verdict.result(name)
         self.report.results.append(result)
 
     def _quotes(self) -> str:
@@ -130,20 +126,24 @@ class PinCheck:
         return result
 
 
-def find_revision(args: argparse.Namespace) -> tuple[str, list[pins.Quote]]:
-    """The revision to check, and the places that quote one. ValueError: there is none. Sets args.version."""
+def find_revision(args: argparse.Namespace, config: Config) -> tuple[str, list[pins.Quote]]:
+    """The revision to check, and the places of the checkout that quote one; sets args.version where it is not given.
+
+    ValueError: no revision was given. Failed, Unreachable: there is no head of the branch.
+    """
     quotes = pins.quotes(args.checkout, args.repo_id) if args.checkout else []
-    revision = args.revision
-    version = None
+    revision, version = args.revision, None
     if args.lock:
         revision, version = pins.locked(args.lock, args.repo_id)
-    elif revision is None and quotes:
+    if args.version is None:
+        args.version = config.version if version is None else version
+    if args.head:
+        revision = hub.branch_head(HfApi(), args.repo_id, args.version)
+    if revision is None and quotes:
         revision = Counter(quote.revision for quote in quotes).most_common(1)[0][0]
     if revision is None:
         quoted = f": {args.checkout} quotes none" if args.checkout else ""
-        raise ValueError(f"no revision to check{quoted}; give one, or a --lock, or a --checkout that quotes it")
-    if args.version is None:
-        args.version = Config.load().version if version is None else version
+        raise ValueError(f"no revision to check{quoted}; give one, or --lock, --head, or a --checkout that quotes it")
     return revision, quotes
 
 
@@ -155,12 +155,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("repo_id", nargs="?", default=config.repo_id, help="owner/name (default: %(default)s)")
     parser.add_argument("revision", nargs="?", help="the pin: a commit's full sha")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="take the pin from this kernels.lock")
+    parser.add_argument("--head", action="store_true", help="check what is the head of the branch now")
     parser.add_argument(
         "--checkout", type=Path, metavar="DIR", help="every place in DIR that pins the kernel must pin this revision"
     )
     parser.add_argument(
-        "--manifest", type=Path, metavar="FILE", help="JSON list of the calls that you make (tools/check_pin/calls.py)"
-    )
+        "--manifest", action="append", default=[], type=Path, metavar="FILE",
+        help="JSON list of the calls that you make (tools/check_pin/calls.py); may be repeated",
+    )  # fmt: skip
     parser.add_argument(
         "--version", type=int, metavar="N", help="the branch is vN (default: the lock's, or build.toml's)"
     )
@@ -177,17 +179,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.repo_id.count("/") != 1:
         parser.error(f"REPO_ID must be owner/name, not {args.repo_id!r}")
-    if args.lock and args.revision:
-        parser.error("give a REVISION or a --lock, not both")
+    if sum(map(bool, (args.revision, args.lock, args.head))) > 1:
+        parser.error("give one of REVISION, --lock and --head")
+    os.environ.pop("LOCAL_KERNELS", None)  # it would have `kernels` take something else in place of the pin
     try:
-        revision, quotes = find_revision(args)
-        manifest = calls.read_manifest(args.manifest) if args.manifest else []
+        revision, quotes = find_revision(args, config)
+        manifest = [call for path in args.manifest for call in calls.read_manifest(path)]
     except ValueError as error:
         parser.error(str(error))
-    os.environ.pop("LOCAL_KERNELS", None)  # it would have `kernels` take something else in place of the pin
-    does = "downloads it and runs its code on this machine" if args.run else "downloads it"
-    print(f"check_pin: {args.repo_id} @ {revision}: {does}", file=sys.stderr)
-    report = PinCheck(args, revision, quotes, manifest).run()
+    except Verdict as verdict:
+        report = Report(args.repo_id, "the head", HfApi().endpoint, [verdict.result("branch")])
+    else:
+        does = "downloads it and runs its code on this machine" if args.run else "downloads it"
+        print(f"check_pin: {args.repo_id} @ {revision}: {does}", file=sys.stderr)
+        report = PinCheck(args, revision, quotes, manifest).run()
     print(report.to_json() if args.json else report.to_text())
     return report.exit_code
 

@@ -68,19 +68,25 @@ def check_revision(api: HfApi, repo_id: str, revision: str) -> str:
     return "exists"
 
 
+def branch_head(api: HfApi, repo_id: str, version: int) -> str:
+    """The commit that `version=` loads now."""
+    with reachable("the branches"):
+        try:
+            return _heads(api, repo_id, f"v{version}")[f"v{version}"]
+        except RepositoryNotFoundError:
+            raise Failed("no-repository", f"there is no kernel repository {repo_id}, or it is private") from None
+
+
 def check_branch(api: HfApi, repo_id: str, revision: str, version: int) -> str:
     """It is the head of the version's branch or an ancestor of it: a released commit."""
     branch = f"v{version}"
     with reachable("the branches"):
-        names = [ref.name for ref in api.list_repo_refs(repo_id, repo_type=KERNEL).branches]
-        if branch not in names:
-            others = ", ".join(sorted(names)) or "none"
-            raise Failed("no-branch", f"{repo_id} has no branch {branch} (it has: {others})")
+        heads = _heads(api, repo_id, branch)
         history = _history(api, repo_id, branch)
         if revision in history:
             behind = history.index(revision)
             return f"the head of {branch}" if behind == 0 else f"on {branch}, {behind} behind its head"
-        holding = [name for name in names if name != branch and revision in _history(api, repo_id, name)]
+        holding = [name for name in heads if name != branch and revision in _history(api, repo_id, name)]
     if "main" in holding:
         message = f"{revision} is a commit of main, which holds the card and no build: pin a commit of {branch}"
         raise Failed("main-commit", message)
@@ -88,9 +94,17 @@ def check_branch(api: HfApi, repo_id: str, revision: str, version: int) -> str:
         raise Failed("other-branch", f"{revision} is not on {branch} but on {', '.join(holding)}")
     raise Failed(
         "moved-branch",
-        f"no branch has {revision} any more: {branch} was moved (its head is {history[0]}).",
+        f"no branch has {revision} any more: {branch} was moved (its head is {heads[branch]}).",
         "The Hub may delete the commit; pin one of the branch, after looking at what happened to it",
     )
+
+
+def _heads(api: HfApi, repo_id: str, branch: str) -> dict[str, str]:
+    """The head of every branch, among them `branch`."""
+    heads = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id, repo_type=KERNEL).branches}
+    if branch not in heads:
+        raise Failed("no-branch", f"{repo_id} has no branch {branch} (it has: {', '.join(sorted(heads)) or 'none'})")
+    return heads
 
 
 def _history(api: HfApi, repo_id: str, branch: str) -> list[str]:

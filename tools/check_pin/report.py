@@ -10,22 +10,6 @@ BLOCKED = "not checked"  # because of an earlier check
 SKIPPED = "skipped"  # not asked for
 
 
-class Failed(Exception):
-    """The pin must not be used. `code` names the kind of failure for programs, the messages say it to people."""
-
-    def __init__(self, code: str, *messages: str):
-        super().__init__(*messages)
-        self.code, self.messages = code, list(messages)
-
-
-class Unreachable(Exception):
-    """The Hub gave no answer, so nothing is known about the pin."""
-
-
-class Skipped(Exception):
-    """It was not asked for."""
-
-
 @dataclass
 class Result:
     """The outcome of one check. `code` says what kind of failure it was, and is empty otherwise."""
@@ -34,6 +18,41 @@ class Result:
     status: str
     messages: list[str]
     code: str = ""
+
+
+class Verdict(Exception):
+    """Raised by a check that did not pass."""
+
+    status: str
+    code = ""
+
+    def __init__(self, *messages: str):
+        super().__init__(*messages)
+
+    def result(self, check: str) -> Result:
+        return Result(check, self.status, list(self.args), self.code)
+
+
+class Failed(Verdict):
+    """The pin must not be used. `code` names the kind of failure for programs, the messages say it to people."""
+
+    status = FAILED
+
+    def __init__(self, code: str, *messages: str):
+        super().__init__(*messages)
+        self.code = code
+
+
+class Unreachable(Verdict):
+    """The Hub gave no answer, so nothing is known about the pin."""
+
+    status = UNREACHABLE
+
+
+class Skipped(Verdict):
+    """It was not asked for."""
+
+    status = SKIPPED
 
 
 @dataclass

@@ -3,8 +3,8 @@
     python -m tools.local_hub                       # prints what to export in another shell
     python -m tools.local_hub -- kernels versions trl-lib/fused-linear-ce
 
-The command gets HF_ENDPOINT, HF_TOKEN and an HF_HOME of its own, so that nothing from this Hub comes into the cache of
-the real one, where a repository of the same name may lie.
+The command gets HF_ENDPOINT, HF_TOKEN and an HF_HOME of its own: nothing from this Hub comes into the cache of the
+real one, where a repository of the same name may lie.
 """
 
 import argparse
@@ -22,10 +22,18 @@ from .app import Hub
 from .server import serve
 from .store import Store
 
+# What would make a client ask this Hub nothing, or share a cache with the real one.
+DIVERSIONS = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "KERNELS_CACHE", "LOCAL_KERNELS")
 
-def client_environment(endpoint: str, token: str, home: Path) -> dict[str, str]:
+
+def client_settings(endpoint: str, token: str, home: Path) -> dict[str, str]:
     """What the clients have to be told. Files of this Hub are never stored by Xet."""
     return {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def client_environment(settings: dict[str, str]) -> dict[str, str]:
+    """This process's environment with the settings of `client_settings`."""
+    return {**{name: value for name, value in os.environ.items() if name not in DIVERSIONS}, **settings}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"local_hub: can't listen on port {args.port}: {error}", file=sys.stderr)
             return 1
-        environment = client_environment(endpoint, token, temporary / "home")
+        settings = client_settings(endpoint, token, temporary / "home")
         if args.command:
             try:
-                return subprocess.run(args.command, env={**os.environ, **environment}, check=False).returncode
+                return subprocess.run(args.command, env=client_environment(settings), check=False).returncode
             except OSError as error:
                 print(f"local_hub: can't run {args.command[0]}: {error}", file=sys.stderr)
                 return 127
-        for name, value in environment.items():
+        for name, value in settings.items():
             print(f"export {name}={value}")
         print("# serving until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
