@@ -67,7 +67,7 @@ lint: $(INSTALLED) ## ruff, the rules that a kernel's source has to keep, and th
 	$(PY) -m ruff check
 	$(PY) -m tools.check_layout
 	.venv/bin/zizmor --offline --no-progress --quiet --persona auditor .github
-	.venv/bin/actionlint
+	.venv/bin/actionlint .github/workflows/*.yaml
 
 bench: build ## time the loss against its alternatives
 	LOCAL_KERNELS="trl-lib/fused-linear-ce=$(CURDIR)/build" $(PY) benchmarks/loss.py

@@ -1,6 +1,8 @@
 """The pin check, with the real clients on a local Hub: a good pin passes, and each way to be bad has its message."""
 
+import ast
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from tools.build import digest
 from tools.check_pin import __main__ as check_pin
 from tools.check_pin import calls, pins, smoke
-from tools.config import Config
+from tools.config import ROOT, Config
 from tools.release import release
 
 from .checkout import append, commit, copy_checkout, git
@@ -247,6 +249,11 @@ def test_only_tracked_files_of_a_git_checkout_are_searched(tmp_path):
     for command in (["init", "--quiet"], ["add", "tracked"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
     assert [quote.path for quote in pins.quotes(tmp_path, REPO)] == ["tracked"]
+
+
+def test_this_checkout_pins_one_revision():
+    found = pins.quotes(ROOT, REPO)
+    assert len({quote.revision for quote in found}) <= 1, "\n".join(map(str, found))
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
@@ -539,6 +546,20 @@ def test_a_metric_that_is_gone(pinned, source, manifest, tmp_path):
     assert "fused_linear_cross_entropy returns no metric entropy_sum\nthere are num_correct_tokens, " in text
 
 
+def test_the_example_s_manifest_lists_its_calls(manifest):
+    """And both manifests fit the present source."""
+    example = calls.read_manifest(ROOT / "examples" / "consumer" / "calls.json")
+    tree = ast.parse((ROOT / "examples" / "consumer" / "consumer.py").read_text(encoding="utf-8"))
+    made = [
+        calls.Call(node.func.attr, len(node.args), tuple(keyword.arg for keyword in node.keywords))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(getattr(node.func, "value", None), "id", None) == "kernel"
+    ]
+    assert example == made != []
+    for entries in (example, calls.read_manifest(manifest)):
+        assert calls.check_calls(CONFIG.package, entries) == f"takes all {len(entries)} calls of the manifest"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -660,6 +681,16 @@ def test_code_from_elsewhere_is_noticed(monkeypatch, tmp_path):
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_check_and_failure():
+    page = (ROOT / "docs" / "pin-check.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:] if row[0]] == CHECKS
+    modules = (ROOT / "tools" / "check_pin").glob("*.py")
+    raised = {code for path in modules for code in re.findall(r'Failed\(\s*"([a-z-]+)"', path.read_text())}
+    assert {code for row in rows for code in re.findall("`([a-z]+(?:-[a-z]+)+)`", row[1])} == raised
+    assert len(raised) > 20
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ exit codes: 0 the pin is good, 1 it must not be used, 2 wrong arguments or input
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import re
@@ -107,9 +106,8 @@ class PinCheck:
         """What smoke.py prints, run on the files that were checked: offline, so that no others take their place."""
         environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         environment.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(constants.HF_HUB_CACHE))
-        old_client = tuple(map(int, importlib.metadata.version("kernels").split(".")[:2])) < (0, 17)
-        trust = json.dumps(True if old_client else allowed)
-        command = [sys.executable, smoke.__file__, self.repo_id, self.revision, str(self.snapshot), trust]
+        arguments = [self.repo_id, self.revision, str(self.snapshot), json.dumps(allowed)]
+        command = [sys.executable, smoke.__file__, *arguments]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT)
         except subprocess.TimeoutExpired:

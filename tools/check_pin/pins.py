@@ -59,8 +59,8 @@ def _files(checkout: Path) -> list[Path]:
     listed = subprocess.run(["git", "-C", str(checkout), "ls-files", "-z"], capture_output=True)
     if listed.returncode == 0 and listed.stdout:
         return [checkout / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
-    walked = (path for path in sorted(checkout.rglob("*")))
-    return [path for path in walked if not any(p.startswith(".") for p in path.relative_to(checkout).parts[:-1])]
+    hidden = lambda path: any(part.startswith(".") for part in path.relative_to(checkout).parts[:-1])  # noqa: E731
+    return [path for path in sorted(checkout.rglob("*")) if not hidden(path)]
 
 
 def _quotes_in(content: bytes, repo_id: str) -> list[tuple[int, str]]:

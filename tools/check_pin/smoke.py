@@ -15,7 +15,7 @@ from pathlib import Path
 TOLERANCE = 1e-5  # of float32 results, relative to the reference's largest element: what the kernel promises
 
 
-def load(repo_id: str, revision: str, snapshot: Path, allowed: "list[str] | bool"):
+def load(repo_id: str, revision: str, snapshot: Path, allowed: list[str]):
     """The kernel, as a consumer loads it. RuntimeError: it is not the code that was checked."""
     import kernels
 
@@ -86,7 +86,7 @@ def compare(kernel, device: str) -> dict:
     return {"device": device, "error": worst, "where": where, "metrics": names}
 
 
-def main(argv: "list[str]") -> int:
+def main(argv: list[str]) -> int:
     repo_id, revision, snapshot, allowed = argv
     try:
         kernel = load(repo_id, revision, Path(snapshot), json.loads(allowed))
