@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 .PHONY: check-head check-pin lint bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## publish the kernel to a local Hub, load it from there by commit, and train a tiny model with it
 	$(PY) -m tools.local_hub -- $(MAKE) --no-print-directory publish-and-train
