@@ -127,7 +127,10 @@ def _abort(send: Send) -> None:
 
 @dataclass
 class RunningHub:
-    """`hub.trusted` is the set of trusted publishers; `requests` lists every (method, unquoted path) so far."""
+    """`hub.trusted` is the set of trusted publishers; `requests` lists every (method, unquoted path) so far.
+
+    Clients that are run keep their cache and settings in `home`.
+    """
 
     hub: Hub
     home: Path
