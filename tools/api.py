@@ -199,19 +199,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = Config.load(args.root)
     name = f"api/v{config.version}.json"
     path = config.root / name
+    try:
+        base = at_revision(config, name, args.base) if args.base else None
+    except ValueError as error:
+        parser.error(f"--base: {error}")
     current = generate(config)
     committed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if args.check:
-        wrong = problems(committed, current)
-        if args.base and not wrong:
-            try:
-                base = at_revision(config, name, args.base)
-            except ValueError as error:
-                parser.error(f"--base: {error}")
-            wrong = problems(base, current) if breaks(base, current) else []
-        print(
-            f"{name}: {'does not hold' if wrong else 'describes the API'}", *(f"  {line}" for line in wrong), sep="\n"
-        )
+        wrong = problems(committed, current) or (problems(base, current) if breaks(base, current) else [])
+        verdict = f"{name}: {'does not hold' if wrong else 'describes the API'}"
+        print(verdict, *(f"  {line}" for line in wrong), sep="\n")
         return 1 if wrong else 0
     if breaks(committed, current):
         lines = [f"{name} was not written", *(f"  {line}" for line in problems(committed, current))]
