@@ -7,6 +7,7 @@ def test_something(local_hub):
 
 import contextlib
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -123,6 +124,17 @@ def truncate(size: int) -> Action:
 def _abort(send: Send) -> None:
     # ASGI has no word for it: this is uvicorn's connection, whose method `send` is.
     send.__self__.transport.abort()
+
+
+@contextlib.contextmanager
+def full_disk(free: int = 512):
+    """No file may grow beyond `free` bytes while the block runs: writing fails in the middle, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclass

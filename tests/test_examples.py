@@ -24,6 +24,7 @@ def build(out: Path) -> Path:
 
 
 def train_tiny(out: Path, kernel: "Path | None", *options: str) -> subprocess.CompletedProcess:
+    """Run the example on the kernel of a folder, past the Hub."""
     # Triton's interpreter, which other tests ask for, has no part in a user's run.
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_KERNELS", "TRITON_INTERPRET")}
     if kernel is not None:
@@ -32,8 +33,12 @@ def train_tiny(out: Path, kernel: "Path | None", *options: str) -> subprocess.Co
     return subprocess.run(command, cwd=out, env=env, capture_output=True, text=True)
 
 
-def test_both_heads_train_the_same_model(tmp_path):
-    run = train_tiny(tmp_path, build(tmp_path / "build"))
+def test_both_heads_train_the_same_model(local_hub, tmp_path):
+    """As `make demo` goes: published, loaded by commit, trained."""
+    released = local_hub.run("python", "-m", "tools.release", "--quiet", "--allow-dirty")
+    assert released.returncode == 0, released.stderr
+    options = ["--out", str(tmp_path), "--revision", released.stdout.strip(), "--trust-remote-code"]
+    run = local_hub.run("python", "examples/train_tiny.py", *TINY, *options)
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     largest = re.search(r"largest difference of the loss curves: (\S+)", run.stdout)

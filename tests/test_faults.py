@@ -4,7 +4,6 @@ The contents are a real build of the kernel, so that what a consumer would find 
 """
 
 import contextlib
-import resource
 import threading
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from tools.publish import Publisher, ReleaseError
 from tools.release import kernel_files
 
 from .checkout import copy_checkout
-from .hub import Fault, RunningHub, drop_request, drop_response, rewrite, status, truncate
+from .hub import Fault, RunningHub, drop_request, drop_response, full_disk, rewrite, status, truncate
 
 REPO = "trl-lib/fused-linear-ce"
 CARD = {"README.md": b"---\nlicense: apache-2.0\n---\n"}
@@ -66,17 +65,6 @@ def published(hub: RunningHub) -> dict[str, bytes]:
 
 def head(hub: RunningHub) -> str:
     return hub.repository(REPO).branches()["v1"]
-
-
-@contextlib.contextmanager
-def full_disk(free: int = 512):
-    """No file may grow beyond `free` bytes while the block runs: writing fails in the middle, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------

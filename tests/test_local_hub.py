@@ -2,6 +2,7 @@
 
 import base64
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -11,12 +12,12 @@ import pytest
 for module in ("tools", "huggingface_hub", "starlette", "uvicorn", "pygit2"):
     pytest.importorskip(module, reason="the tools are not part of the Nix build's test sources")
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_session
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from tools.local_hub.store import Conflict, Store, Upload
 
-from .hub import ROOT, TOKEN, Fault, drop_request
+from .hub import ROOT, TOKEN, Fault, drop_request, full_disk
 
 REPO = "trl-lib/toy"
 CONTENT = b"".join(number.to_bytes(2, "big") for number in range(512))
@@ -215,6 +216,26 @@ def test_a_commit_is_made_as_a_whole_or_not_at_all(repository, lines, code):
     assert head(repository) == before
 
 
+@pytest.mark.parametrize("revision", ["v1", "sha", "refs%2Fheads%2Fmain"])
+def test_only_a_branch_takes_commits(repository, revision):
+    before = repository.repository(REPO).branches()
+    revision = before["main"] if revision == "sha" else revision
+    url = f"{repository.endpoint}/api/kernels/{REPO}/commit/{revision}"
+    body = f"{json.dumps(HEADER)}\n{json.dumps(FILE)}".encode()
+    response = get_session().post(url, content=body, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert (response.status_code, response.headers["x-error-code"]) == (404, "RevisionNotFound")
+    assert repository.repository(REPO).branches() == before
+
+
+def test_a_full_disk_leaves_no_half_repository(local_hub):
+    api = local_hub.api()
+    with full_disk(free=10), pytest.raises(HfHubHTTPError, match="File too large"):
+        api.create_repo(REPO, repo_type="kernel")
+    assert not api.repo_exists(REPO, repo_type="kernel")
+    api.create_repo(REPO, repo_type="kernel")
+    assert [path.name for path in (local_hub.hub.store.root / "kernels" / "trl-lib").iterdir()] == ["toy.git"]
+
+
 def test_half_a_commit_is_none(repository):
     before = head(repository)
     repository.faults.append(Fault("POST", "/commit/", drop_request(after=1000)))
@@ -270,21 +291,43 @@ def local_hub_command(*arguments: str) -> subprocess.CompletedProcess:
 CLIENT = """
 import huggingface_hub as h
 api = h.HfApi()
-print(api.create_repo("trl-lib/toy", repo_type="kernel", exist_ok=True), h.constants.HF_HOME)
+print(api.create_repo("trl-lib/toy", repo_type="kernel", exist_ok=True), h.constants.HF_HUB_CACHE)
 print(api.get_organization_overview("trl-lib").trustedKernelPublisher)
 raise SystemExit(7)
 """
 
 
-def test_a_command_gets_the_hub(tmp_path):
+def test_a_command_gets_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments = ["--store", str(tmp_path / "store"), "--trusted", "trl-lib", "--", sys.executable, "-c", CLIENT]
     done = local_hub_command(*arguments)
     assert done.returncode == 7, done.stderr
-    address, home, trusted = done.stdout.split()
+    address, cache, trusted = done.stdout.split()
     assert address.startswith("http://127.0.0.1:")
-    assert "local-hub-" in home  # not the user's own cache
+    assert "local-hub-" in cache  # not the user's own
     assert trusted == "True"
-    assert (tmp_path / "store" / "kernels" / "trl-lib" / "toy.git").is_dir()
+    assert [path.name for path in (tmp_path / "store" / "kernels" / "trl-lib").iterdir()] == ["toy.git"]
+
+
+def test_it_serves_until_it_is_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_HUB_TOKEN", "hf_given")
+    command = [sys.executable, "-m", "tools.local_hub", "--store", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline().strip() for _ in range(5)]
+        settings = dict(line.removeprefix("export ").split("=", 1) for line in lines[:4])
+        assert settings["HF_TOKEN"] == "hf_given"
+        api = HfApi(endpoint=settings["HF_ENDPOINT"], token=settings["HF_TOKEN"])
+        api.create_repo(REPO, repo_type="kernel")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    assert (tmp_path / "kernels" / "trl-lib" / "toy.git").is_dir()
+
+
+def test_a_command_that_is_not_there_is_named():
+    done = local_hub_command("--", "no-such-command")
+    assert done.returncode == 127
+    assert done.stderr.startswith("local_hub: can't run no-such-command: ")
 
 
 def test_a_taken_port_is_an_error(repository):

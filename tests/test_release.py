@@ -19,7 +19,7 @@ from tools.build import build
 from tools.config import ROOT, Config
 from tools.lock import write_lock
 
-from .checkout import append, commit, copy_checkout
+from .checkout import append, commit, copy_checkout, git
 from .hub import TOKEN
 
 REPO = "trl-lib/fused-linear-ce"
@@ -145,6 +145,18 @@ def test_a_new_source_replaces_the_files_and_keeps_the_old_revision(local_hub, c
     assert files(local_hub, first) == old
     history = [str(item.id) for item in local_hub.repository(REPO).history("v1")]
     assert history[:2] == [second, first]
+
+
+def test_an_old_source_can_be_released_again(local_hub, checkout, released):
+    """How a release is withdrawn."""
+    first = released()
+    append(checkout, "# a mistake")
+    commit(checkout)
+    second = released()
+    git(checkout, "checkout", "--quiet", "HEAD~")
+    third = released()
+    assert len({first, second, third}) == 3
+    assert files(local_hub, third) == files(local_hub, "v1") == files(local_hub, first)
 
 
 def test_files_that_the_release_does_not_own_stay(local_hub, checkout, released):

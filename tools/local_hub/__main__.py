@@ -1,7 +1,7 @@
 """Run a local Hub: on its own until Ctrl-C, or for as long as a command takes that is to use it.
 
     python -m tools.local_hub                       # prints what to export in another shell
-    python -m tools.local_hub -- kernels versions trl-lib/fused-linear-ce
+    python -m tools.local_hub -- make release
 
 The command gets HF_ENDPOINT, HF_TOKEN and an HF_HOME of its own: nothing from this Hub comes into the cache of the
 real one, where a repository of the same name may lie.
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--trusted", action="append", default=[], metavar="OWNER", help="is a trusted publisher; may be repeated"
     )
     parser.add_argument("command", nargs="*", help="run this instead of waiting for Ctrl-C, and exit with its status")
+    parser.epilog = "LOCAL_HUB_TOKEN is the token that writes need; a random one by default."
     args = parser.parse_args(argv)
     token = os.environ.get("LOCAL_HUB_TOKEN") or f"hf_{secrets.token_hex(16)}"
     with contextlib.ExitStack() as stack:
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             except OSError as error:
                 print(f"local_hub: can't run {args.command[0]}: {error}", file=sys.stderr)
                 return 127
+            except KeyboardInterrupt:  # the command got it too
+                return 130
         for name, value in settings.items():
             print(f"export {name}={value}")
         print("# serving until Ctrl-C", flush=True)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection
 from urllib.parse import unquote
 
+import pygit2
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -68,6 +69,7 @@ class Hub:
             Conflict: _error(409),
             ValueError: _error(400),
             OSError: _error(507),  # no space left, for one
+            pygit2.GitError: _error(500),
         }
         # A page of some web site that resolves to 127.0.0.1 must not reach it through a browser.
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,11 +63,15 @@ class Store:
         with self._lock:
             if path.exists():
                 raise Conflict(f"{repo_id} exists")
-            git = pygit2.init_repository(path, bare=True, initial_head="main")
-            tree = git.TreeBuilder()
-            for name, content in FIRST_FILES.items():
-                tree.insert(name, git.create_blob(content), pygit2.enums.FileMode.BLOB)
-            git.create_commit("refs/heads/main", *_signatures(), "initial commit", tree.write(), [])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Made next to its place and moved there at the end: there is never half a repository.
+            with tempfile.TemporaryDirectory(dir=path.parent) as staging:
+                git = pygit2.init_repository(Path(staging) / "new", bare=True, initial_head="main")
+                tree = git.TreeBuilder()
+                for name, content in FIRST_FILES.items():
+                    tree.insert(name, git.create_blob(content), pygit2.enums.FileMode.BLOB)
+                git.create_commit("refs/heads/main", *_signatures(), "initial commit", tree.write(), [])
+                Path(git.path).rename(path)
         return Repository(path)
 
     def open(self, kind: str, repo_id: str) -> "Repository":
@@ -145,6 +150,8 @@ class Repository:
         Objects are written first, and the branch moves in one step at the end. Conflict if its head is not `parent`,
         where one is given, or moves in the meantime. Without any difference to the head, no commit is made.
         """
+        if branch not in self.git.branches.local:
+            raise RevisionNotFound(f"there is no branch {branch}")
         head = self.commit(branch)
         if parent is not None and parent != str(head.id):
             raise Conflict(f"{branch} is at {head.id}, not at {parent}")
