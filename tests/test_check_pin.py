@@ -23,7 +23,7 @@ from tools.release import release
 
 from .checkout import append, commit, copy_checkout, git
 from .conftest import torch_backend
-from .hub import Fault, status
+from .hub import Fault, status, truncate
 
 REPO = "trl-lib/fused-linear-ce"
 CONFIG = Config.load()
@@ -395,6 +395,16 @@ def test_tampered_cache(pinned):
         ("backdoor.py", "is not on"),
     ):
         assert any(f"build/torch-cpu/{name} in {snapshot} {what}" in line for line in text.splitlines())
+
+
+def test_a_download_that_only_looks_complete(pinned):
+    """The client compares the size with what the answer announces, and no hash with anything."""
+    pinned.hub.faults.append(Fault("GET", "/resolve/.*/torch-cpu/layers.py", truncate(100), times=100))
+    pinned.hub.faults.append(Fault("HEAD", "/resolve/.*/torch-cpu/layers.py", truncate(100), times=100))
+    code, text = pinned.failure("download", REPO, pinned.sha)
+    assert code == "tampered-cache"
+    assert "build/torch-cpu/layers.py in " in text
+    assert "or a download went wrong" in text
 
 
 def replace_file(path: Path, content: bytes) -> None:

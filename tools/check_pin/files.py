@@ -20,11 +20,12 @@ def check_cache(snapshot: Path, files: dict[str, RepoFile]) -> str:
         if not path.is_file():
             wrong.append(f"{name} is missing in {snapshot}")
         elif not _is(path.read_bytes(), file):
-            wrong.append(f"{name} in {snapshot} is not what the Hub has: the cache was changed")
+            wrong.append(f"{name} in {snapshot} is not what the Hub has")
     here = (path.relative_to(snapshot).as_posix() for path in source_files(snapshot))
-    wrong += [f"{name} in {snapshot} is not on the Hub: the cache was changed" for name in here if name not in files]
+    wrong += [f"{name} in {snapshot} is not on the Hub" for name in here if name not in files]
     if wrong:
-        raise Failed("tampered-cache", *wrong, "Delete that directory and check again")
+        advice = "The cache was changed, or a download went wrong: delete that repository from it and check again"
+        raise Failed("tampered-cache", *wrong, advice)
     return f"{len(files)} files, as the Hub has them"
 
 
