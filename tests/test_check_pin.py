@@ -18,12 +18,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from tools.build import digest
 from tools.check_pin import __main__ as check_pin
 from tools.check_pin import calls, pins, smoke
+from tools.check_pin.report import Failed
 from tools.config import ROOT, Config
 from tools.release import release
 
 from .checkout import append, commit, copy_checkout, git
 from .conftest import torch_backend
-from .hub import Fault, status, truncate
+from .hub import Fault, rewrite, status, truncate
 
 REPO = "trl-lib/fused-linear-ce"
 CONFIG = Config.load()
@@ -320,6 +321,15 @@ def test_deleted_revision(pinned):
     assert (code, text) == ("no-revision", f"{REPO} has no commit {'0' * 40}: it was deleted, or never was")
 
 
+def test_a_hub_that_answers_with_another_commit(pinned):
+    def change(headers: dict, body: bytes) -> bytes:
+        return body.replace(pinned.sha.encode(), SHA.encode())
+
+    pinned.hub.faults.append(Fault("GET", "/revision/", rewrite(change)))
+    code, text = pinned.failure("revision", REPO, pinned.sha)
+    assert (code, text) == ("other-revision", f"the Hub answers with commit {SHA} when asked for {pinned.sha}")
+
+
 def test_moved_branch(pinned):
     newer = pinned.commit({"benchmarks/benchmark.py": b"# newer"})
     pinned.hub.repository(REPO).git.references.get("refs/heads/v1").set_target(pinned.sha)
@@ -546,6 +556,13 @@ def test_a_call_that_no_longer_fits(pinned, source, manifest, tmp_path, old, new
     code, text = pinned.failure("api", REPO, sha, "--manifest", manifest)
     assert code == "api-changed"
     assert message in text
+
+
+def test_an_api_that_cannot_be_read(tmp_path):
+    (tmp_path / "__init__.py").write_text('__all__ = ("fused_linear_cross_entropy",)')
+    with pytest.raises(Failed, match="can't be read: __all__ must be a plain list literal") as caught:
+        calls.check_calls(tmp_path, [calls.Call("fused_linear_cross_entropy")])
+    assert caught.value.code == "unreadable-api"
 
 
 def test_a_metric_that_is_gone(pinned, source, manifest, tmp_path):
