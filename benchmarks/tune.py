@@ -28,13 +28,16 @@ ROWS, VOCAB = 4096, 131072
 NOISE = 0.01
 
 
-def candidates(tiles_type, descriptors: bool) -> list:
+SHAPES = {
+    "pipeline": [(128, 256, 64, 4, 4)],  # hopper.py's own
+    "descriptors": [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 256, 128, 8, 2)],
+    "pointers": [(128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 256, 32, 8, 3), (128, 64, 32, 4, 4)],
+}
+
+
+def candidates(tiles_type, loads: str) -> list:
     """Tile shapes worth a try, the likeliest first."""
-    if descriptors:
-        shapes = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 256, 128, 8, 2)]
-    else:
-        shapes = [(128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 256, 32, 8, 3), (128, 64, 32, 4, 4)]
-    return [tiles_type(*s, group, False, descriptors) for s, group in itertools.product(shapes, (8, 16, 32))]
+    return [tiles_type(*s, group, loads) for s, group in itertools.product(SHAPES[loads], (16, 8, 32))]
 
 
 def measure(step, device: torch.device) -> float:
@@ -66,7 +69,7 @@ def tune(module, hidden_sizes, device: torch.device, rows: int = ROWS, vocab: in
         for kind in chosen:
             best = None
             out = exps if kind == "store" else None
-            tries = candidates(tuning.Tiles, tuning.has_descriptors(device))
+            tries = candidates(tuning.Tiles, tuning.best_loads(device))
             for tiles in track(tries, description=f"hidden size {hidden_size}, {kind}"):
                 step = functools.partial(triton_backend.forward, x, targets, head, wants, stats, out, tiles)
                 try:

@@ -1497,7 +1497,7 @@ def test_the_raw_log_probs_equal_autograds(kernel, dev, outputs, kind):
     for name in PER_TOKEN:
         assert_same_bits(getattr(out, name), values.get(name), name)
     copies = [t.clone() for t in saved]
-    given = type(out)(**upstream)
+    given = kernel.LogProbs(**upstream)
     for _ in range(2):
         grads = kernel.fused_linear_log_probs_backward(given, saved, *inputs.positional(), **options)
         for grad, want in zip(grads, expected.grads):
@@ -1512,9 +1512,9 @@ def test_the_raw_log_probs_backward_with_some_upstreams(kernel, grads):
     inputs = make_inputs()
     upstream = {name: random((N,)) for name in grads}
     _, expected = reference_log_probs(*inputs.positional(), upstream=upstream)
-    out, saved = kernel.fused_linear_log_probs_forward(*inputs.positional(), outputs=DIFFERENTIABLE)
+    _, saved = kernel.fused_linear_log_probs_forward(*inputs.positional(), outputs=DIFFERENTIABLE)
     found = kernel.fused_linear_log_probs_backward(
-        type(out)(**upstream), saved, *inputs.positional(), outputs=DIFFERENTIABLE
+        kernel.LogProbs(**upstream), saved, *inputs.positional(), outputs=DIFFERENTIABLE
     )
     if grads:
         check_gradients(oracle.Outcome(None, None, found), expected, 1e-5)

@@ -82,7 +82,7 @@ class TestOpcheck:
         (False, 5.0, (True, True, True, True), (False, False, False), True, None),
     ]
 
-    def statistics(self, options, dtype, ignored=3):
+    def statistics(self, options, dtype, ignored):
         weighted, softcap, wants, needs, row_scaled, workspace = options
         hidden, weight, bias, targets = inputs(dtype=dtype, ignored=ignored)
         tensors = [t if need else t.detach() for t, need in zip((hidden, weight, bias), needs)]
@@ -94,21 +94,15 @@ class TestOpcheck:
         )  # fmt: skip
 
     @pytest.mark.parametrize("options", STATISTICS, ids=str)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_token_forward(self, ops, options, dtype):
-        torch.library.opcheck(ops.token_forward, self.statistics(options, dtype, ignored=0))
-
-    @pytest.mark.parametrize("options", STATISTICS, ids=str)
-    def test_token_forward_with_ignored_rows(self, ops, options):
-        """Not the test that compares outputs: the kept exponentials of rows that do not exist are not written."""
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ops.token_forward, self.statistics(options, torch.float32), test_utils=tests)
+    @pytest.mark.parametrize("dtype, ignored", [(torch.float32, 0), (torch.float32, 3), (torch.bfloat16, 3)])
+    def test_token_forward(self, ops, options, dtype, ignored):
+        torch.library.opcheck(ops.token_forward, self.statistics(options, dtype, ignored))
 
     @pytest.mark.parametrize("options", STATISTICS[:4], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_token_backward(self, ops, options, dtype):
         wants, needs, row_scaled = options[2:5]
-        args = self.statistics(options, dtype)
+        args = self.statistics(options, dtype, ignored=3)
         with torch.no_grad():
             out = ops.token_forward(*args)
         hidden, weight, targets, bias, class_weight = (None if t is None else t.detach() for t in args[:5])

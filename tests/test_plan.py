@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import types
 
 import pytest
 import torch
@@ -82,6 +83,28 @@ class TestWhichWay:
         assert plan(*QWEN, device_type="xpu").backend == "triton"
         assert plan(*QWEN, device_type="cpu").backend == "eager"
         assert plan(*QWEN, FP64).backend == "eager"
+
+    def test_each_gpu_of_a_mixed_machine_has_its_own_backend(self, kernel, monkeypatch):
+        """By the tensors' device, whatever the current one is; a type alone stands for the current one."""
+        backends, ops = submodule(kernel, "backends"), submodule(kernel, "ops")
+        monkeypatch.setattr(backends, "HAS_TRITON", True)
+        majors = {0: backends.MIN_CAPABILITY - 1, 1: backends.MIN_CAPABILITY}
+        current = [0]
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties",
+            lambda index: types.SimpleNamespace(major=majors[current[0] if index is None else index]),
+        )  # fmt: skip
+        for current[0] in majors:
+            for index, backend in enumerate(("eager", "triton")):
+                device = torch.device("cuda", index)
+                assert backends.choose(device, False) == backend
+                tensor = types.SimpleNamespace(shape=(8, 4), dtype=BF16, device=device)
+                assert ops.make_call(tensor, tensor, BF16, (True, True, False), True, None).backend == backend
+            assert kernel.plan(*QWEN).backend == ("eager", "triton")[current[0]]
+        assert backends.choose(torch.device("cuda", 1), True) == "eager"
+        assert backends.choose(torch.device("cpu"), False) == "eager"
 
     def test_without_triton_the_torch_backend_runs(self, kernel, monkeypatch):
         backends = submodule(kernel, "backends")

@@ -171,23 +171,24 @@ def test_the_raw_backwards_refuse(kernel, name):
         kernel.fused_linear_cross_entropy_backward, error, parts, grad_loss=zeros(2, 3), saved=saved,
         reduction="none", **arguments(**changes),
     )  # fmt: skip
-    out, saved = kernel.fused_linear_log_probs_forward(**arguments())
+    _, saved = kernel.fused_linear_log_probs_forward(**arguments())
     refused(
-        kernel.fused_linear_log_probs_backward, error, parts, grads=type(out)(log_probs=zeros(2, 3)), saved=saved,
-        **arguments(**changes),
+        kernel.fused_linear_log_probs_backward, error, parts, grads=kernel.LogProbs(log_probs=zeros(2, 3)),
+        saved=saved, **arguments(**changes),
     )  # fmt: skip
 
 
 def test_an_upstream_gradient_that_leads_nowhere_is_refused(kernel):
-    out, saved = kernel.fused_linear_log_probs_forward(**arguments(), outputs=("log_probs", "mean_logits"))
+    _, saved = kernel.fused_linear_log_probs_forward(**arguments(), outputs=("log_probs", "mean_logits"))
     for name in ("mean_logits", "log_sum_sq_probs", "is_top1"):
         refused(
             kernel.fused_linear_log_probs_backward, ValueError, ["grads", name, "no gradient"],
-            grads=type(out)(**{name: zeros(2, 3)}), saved=saved, outputs=("log_probs", "mean_logits"), **arguments(),
+            grads=kernel.LogProbs(**{name: zeros(2, 3)}), saved=saved, outputs=("log_probs", "mean_logits"),
+            **arguments(),
         )  # fmt: skip
     refused(
         kernel.fused_linear_log_probs_backward, ValueError, ["grads", "entropy", "outputs", "('log_probs',)"],
-        grads=type(out)(entropy=zeros(2, 3)), saved=saved, outputs=("log_probs",), **arguments(),
+        grads=kernel.LogProbs(entropy=zeros(2, 3)), saved=saved, outputs=("log_probs",), **arguments(),
     )  # fmt: skip
 
 

@@ -103,6 +103,38 @@ class TestForward:
             torch.testing.assert_close(getattr(moved, name), getattr(plain, name), rtol=2e-4, atol=2e-3)
         torch.testing.assert_close(moved.max - offset, plain.max, rtol=0, atol=2e-3)
 
+    @pytest.mark.parametrize("dtype, digits", [(FP32, 1e-5), (FP64, 1e-13)])
+    @pytest.mark.parametrize("store", [False, True])
+    @pytest.mark.parametrize("target", ["largest", "another"])
+    def test_confident_rows_keep_their_digits(self, eager, base, dtype, digits, store, target):
+        """nll, entropy and sum p^2 of rows whose largest p is 0.4 to 1 - 1e-11, each to its own digits."""
+        gap = torch.linspace(3.0, 28.0, ROWS, dtype=dtype)
+        weight = torch.linspace(-1.0, 0.0, VOCAB, dtype=dtype)[:, None].expand(-1, 2).contiguous()
+        weight[20] = 1.0
+        weight[:, 0] = 0.0
+        weight[20, 0] = 1.0
+        x = torch.stack([gap, torch.full_like(gap, 0.5)], 1)
+        y = 20 if target == "largest" else 3
+        chunk = reference.Chunk(x, torch.full((ROWS,), y), weight, compute_dtype=dtype)
+        wants = base.Wants(entropy=True, log_sum_sq=True)
+        stats = run_forward(eager, base, chunk, wants, new_exps(dtype) if store else None)
+        # in float64 log_softmax itself has lost these digits
+        others = torch.exp(chunk.z - chunk.z[:, 20:21])
+        others[:, 20] = 0.0
+        log_sum = torch.log1p(others.sum(1))
+        assert log_sum.max() > 0.4 and log_sum.min() < 2e-11
+        distance = chunk.z[:, 20:21] - chunk.z
+        expected = {
+            "log_sum": log_sum,
+            "log_prob": -distance[:, y] - log_sum,
+            "entropy": log_sum + (others * distance).sum(1) * torch.exp(-log_sum),
+            "log_sum_sq": torch.log1p(others.square().sum(1)) - 2 * log_sum,
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                getattr(stats, name).to(FP64), value, rtol=digits, atol=0, msg=reference.message(name)
+            )
+
     def test_a_row_without_a_class_is_nan_and_no_other(self, eager, base):
         chunk = chunk_of()
         expected = run_forward(eager, base, chunk, base.Wants(*ALL), new_exps())

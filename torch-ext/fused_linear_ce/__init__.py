@@ -2,6 +2,7 @@
 
 from . import layers
 from .api import (
+    LogProbs,
     fused_linear_cross_entropy,
     fused_linear_cross_entropy_backward,
     fused_linear_cross_entropy_forward,
@@ -12,6 +13,7 @@ from .api import (
 from .plan import plan
 
 __all__ = [
+    "LogProbs",
     "fused_linear_cross_entropy",
     "fused_linear_cross_entropy_backward",
     "fused_linear_cross_entropy_forward",

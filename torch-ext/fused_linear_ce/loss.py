@@ -86,3 +86,12 @@ def coefficients(upstream: Upstream, class_weight_sum, like: torch.Tensor) -> Co
         a = a - class_weight_sum * upstream.sum_log_probs
     b = None if upstream.entropy is None else -upstream.entropy
     return Coefficients(a=a, b=b, t=t, d=upstream.sum_log_probs)
+
+
+def target_dlogit(c: Coefficients, log_prob: torch.Tensor, entropy: Optional[torch.Tensor]) -> torch.Tensor:
+    """The family's element j = y, without d w_y: a (p_y - 1) + (a + t), as a p_y + t would cancel where t = -a."""
+    value = c.a * torch.expm1(log_prob) + (c.a + c.t)
+    if c.b is None:
+        return value
+    p = torch.exp(log_prob)
+    return value + c.b * torch.where(p == 0, 0.0, p * (log_prob + entropy))

@@ -24,7 +24,7 @@ from .plan import Call, Needs
 
 def make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace) -> Call:
     return Call(
-        weight.shape[0], weight.shape[1], compute_dtype, hidden.dtype, weight.dtype, hidden.device.type,
+        weight.shape[0], weight.shape[1], compute_dtype, hidden.dtype, weight.dtype, hidden.device,
         Needs(*needs), row_scaled, workspace,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def loss_backward(
     The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
     which has none, and does not pass for zero.
     """
-    backend = backends.load(backends.choose(grad.device.type, grad.dtype == torch.float64))
+    backend = backends.load(backends.choose(grad.device, grad.dtype == torch.float64))
 
     def scaled(saved: Tensor, dtype: torch.dtype) -> Tensor:
         if not saved.is_contiguous():  # zeros without storage: no token was valid

@@ -16,10 +16,18 @@ import torch
 
 from . import backends, validation
 from .backends.base import Head, Stats, Wants, accumulation_dtype
-from .loss import Coefficients, LossOptions, Upstream, coefficients, token_loss, token_loss_upstream
+from .loss import (
+    Coefficients,
+    LossOptions,
+    Upstream,
+    coefficients,
+    target_dlogit,
+    token_loss,
+    token_loss_upstream,
+)
 from .plan import Call, Needs, Plan, decide
 
-_NUDGE = 2.0**-30  # see _row_factors
+_NUDGE = {torch.float32: 2.0**-30, torch.float64: 2.0**-60}  # see _row_factors
 _SLAB_BYTES = 64 << 20
 
 
@@ -144,10 +152,10 @@ class Problem:
 def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     """(a, t / a) such that p_j a + t [j = y] = a (p_j + (t / a) [j = y]) can be formed for every row.
 
-    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|,
-    which changes the other elements by 1e-9 of t. A row with a = t = 0 has factor 0.
+    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|
+    (float64: 2^-60), which changes the other elements by 1e-9 (1e-18) of t. A row with a = t = 0 has factor 0.
     """
-    tiny = c.t.abs() * _NUDGE
+    tiny = c.t.abs() * _NUDGE[c.t.dtype]
     a = torch.where(c.a.abs() < tiny, torch.copysign(tiny, c.a), c.a)
     return a, torch.where(a == 0, torch.full_like(a, -1.0), c.t / a)
 
@@ -209,17 +217,17 @@ class GradientSink:
             part = (constant @ x.to(p.acc), constant.sum())
             self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
 
-    def add_exact(self, start: int, stop: int, x, e: torch.Tensor, rounding: Optional[torch.Tensor]) -> None:
-        """A chunk given as finished dlogits, with _rounding_of_target's factor."""
+    def add_exact(self, start: int, stop: int, x, e: torch.Tensor, unit: Optional[torch.Tensor]) -> None:
+        """A chunk given as finished dlogits, in _in_units_of_target's unit per row."""
         p = self.problem
         if self.needs.hidden:
             out = p.new_accumulator(stop - start, x.shape[1])
             p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
-            p.rows.put(out if rounding is None else out.mul_(rounding), self.hidden, start, stop)
+            p.rows.put(out if unit is None else out.mul_(unit.unsqueeze(1)), self.hidden, start, stop)
         if self.needs.weight:
-            self._add_weight(e, x.to(e.dtype))
+            self._add_weight(e, _in_units(x, unit, e.dtype))
         if self.needs.bias:
-            p.backend.grad_bias(e, x.new_ones(x.shape[0], dtype=p.acc), self.bias)
+            p.backend.grad_bias(e, x.new_ones(x.shape[0], dtype=p.acc) if unit is None else unit, self.bias)
 
     def finish_constant(self) -> None:
         """dW_j += w_j sum_i d_i x_i and db_j += w_j sum_i d_i."""
@@ -448,12 +456,12 @@ def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> Non
         sink.add_scaled(start, stop, p.x(start, stop), e, stats.rows(start, stop), _cut(c, start, stop))
         e.scatter_(1, column, before)
     buffer = p.new_exps(min(p.plan.chunk_rows, len(rows) - kept))
-    rounding = _rounding_of_target(p, stats, c_exact)
+    c_exact, unit = _in_units_of_target(p, stats, c_exact)
     for start, stop in p.chunks(kept):
         x, e = p.x(start, stop), buffer[: stop - start]
         targets, s = rows.targets[start:stop], stats.rows(start, stop)
         p.backend.dlogits(x, targets, head, s, _cut(c_exact, start, stop), e)
-        sink.add_exact(start, stop, x, e, None if rounding is None else rounding[start:stop])
+        sink.add_exact(start, stop, x, e, None if unit is None else unit[start:stop])
     sink.finish_constant()
     if accumulator is not dw:
         dw.copy_(accumulator)
@@ -467,6 +475,7 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
         dx_sum = p.new_accumulator(len(rows), dx.shape[1])
     exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
     dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
+    c_exact, unit = _in_units_of_target(p, stats, c_exact)
     for first in range(0, vocab, slab):
         last = min(first + slab, vocab)
         head = p.head.columns(first, last)
@@ -479,28 +488,41 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
             p.backend.dlogits(x, rows.targets[start:stop] - first, head, s, _cut(c_exact, start, stop), e)
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
+            part = None if unit is None else unit[start:stop]
             if needs.weight:
-                p.backend.grad_weight(e, x.to(e.dtype), total, accumulate=start > 0)
+                p.backend.grad_weight(e, _in_units(x, part, e.dtype), total, accumulate=start > 0)
             if needs.bias:
-                p.backend.grad_bias(e, torch.ones_like(s.max), db[first:last])
+                p.backend.grad_bias(e, torch.ones_like(s.max) if part is None else part, db[first:last])
         if dw_slab is not None:
             dw[first:last] = total
-    rounding = _rounding_of_target(p, stats, c_exact) if needs.hidden else None
-    if rounding is not None:
-        dx_sum.mul_(rounding)
+    if needs.hidden and unit is not None:
+        dx_sum.mul_(unit.unsqueeze(1))
     if dx_sum is not dx:
         rows.put(dx_sum, dx, 0, len(rows))
 
 
-def _rounding_of_target(p: Problem, stats: Stats, c: Coefficients) -> Optional[torch.Tensor]:
-    """What the rounding of the target's dlogit took off it, as a factor that gives it back to dX (see add_scaled).
+def _in_units_of_target(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coefficients, Optional[torch.Tensor]]:
+    """(coefficients, unit) with coefficients * unit = c, such that the target's dlogit loses nothing to rounding.
 
-    None where there is nothing to gain: unrounded dlogits, or a gradient that the target does not dominate.
+    bf16 rounds p_y - 1 to -1 wherever p_y < 2^-9: the same way in every row, while its errors in the other elements
+    cancel in sums over rows. The unit, (R,), within [1, 2] or so, is given back to dX, to the x of dW and to db's sum.
+    It must not be near 1 itself, or rounding x * unit would lose it as well: hence a mantissa that varies from row to
+    row, that of sum exp(z - max). None where dlogits are not rounded.
     """
-    if p.e_dtype == p.acc or c.b is not None or c.d is not None:
-        return None
-    exact = _target_chain(c.a * torch.expm1(stats.log_prob) + (c.a + c.t), stats, p.head.softcap)
-    return _lost_by_rounding(exact, exact.to(p.e_dtype)).unsqueeze(1)
+    if p.e_dtype == p.acc:
+        return c, None
+    exact = target_dlogit(c, stats.log_prob, stats.entropy)
+    if c.d is not None:
+        weight = _target_weight(p.head.class_weight, p.rows, p.acc)
+        exact += c.d if weight is None else c.d * weight
+    exact = _target_chain(exact, stats, p.head.softcap)
+    mantissa = torch.frexp(torch.exp(stats.log_sum)).mantissa
+    unit = _lost_by_rounding(exact, (exact * mantissa).to(p.e_dtype))
+    return Coefficients(*(None if v is None else v / unit for v in c)), unit
+
+
+def _in_units(x: torch.Tensor, unit: Optional[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return (x if unit is None else x * unit.unsqueeze(1)).to(dtype)
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:

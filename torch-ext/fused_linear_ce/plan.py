@@ -13,7 +13,7 @@ The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored ro
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -79,7 +79,7 @@ class Call:
         dtype: torch.dtype,
         hidden_dtype: torch.dtype,
         weight_dtype: torch.dtype,
-        device_type: str,
+        device: Union[torch.device, str],
         needs: Needs,
         row_scaled: bool,
         workspace: Optional[int],
@@ -87,7 +87,7 @@ class Call:
         acc = accumulation_dtype(dtype)
         self.needs, self.row_scaled, self.workspace = needs, row_scaled, workspace
         self.vocab, self.hidden_size = vocab, hidden_size
-        self.backend = backends.choose(device_type, dtype == torch.float64)
+        self.backend = backends.choose(device, dtype == torch.float64)
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # the chunk's copies of x, one in the accumulation dtype
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
@@ -96,6 +96,7 @@ class Call:
         partials = vocab // 3 if self.backend == "triton" else 0
         self.row = e_row + partials + self.x_row
         self.statistics_row = partials + self.x_row if self.backend == "triton" else self.row
+        device_type = device if isinstance(device, str) else device.type
         self.default_chunk = DEFAULT_CHUNK.get(device_type, DEFAULT_CHUNK_ACCELERATOR)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0

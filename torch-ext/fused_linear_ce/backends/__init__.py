@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from typing import Union
 
 import torch
 
@@ -14,14 +15,18 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 MIN_CAPABILITY = 8  # NVIDIA's Ampere: below it there is no bf16 tensor core for E
 
 
-def choose(device_type: str, float64: bool) -> str:
-    """Name of the backend for tensors on such a device: by device, never by how torch was built."""
+def choose(device: Union[torch.device, str], float64: bool) -> str:
+    """Name of the backend for tensors on a device: by device, never by how torch was built.
+
+    Of a device's type alone ("cuda"), it is the backend for the current device of that type.
+    """
+    device_type, index = (device, None) if isinstance(device, str) else (device.type, device.index)
     if float64 or device_type not in TRITON_DEVICES or not HAS_TRITON:
         return "eager"
     if device_type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         # (get_device_properties, which torch.compile folds into a constant)
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return "triton" if device.major >= MIN_CAPABILITY else "eager"
+        properties = torch.cuda.get_device_properties(index)
+        return "triton" if properties.major >= MIN_CAPABILITY else "eager"
     return "triton"
 
 

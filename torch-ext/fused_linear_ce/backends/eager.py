@@ -7,10 +7,11 @@ memory sees the chunk twice (the GEMM's store, the panel's load and store back) 
 
 import torch
 
-from ..loss import Coefficients
+from ..loss import Coefficients, target_dlogit
 from .base import UPCAST_BYTES, Head, Stats, Wants
 
 _PANEL_BYTES = 1 << 20  # elementwise panels: fits in a second-level cache
+_CONFIDENT = 1 + 2.0**-4  # a sum whose logarithm is taken from all terms but the largest, which is 1
 _LOG_ZERO = -1e4  # exp of this or less is 0 in every dtype: stands in for -inf where 0 * -inf must be 0
 
 
@@ -72,6 +73,26 @@ def _first_argmax(z: torch.Tensor, m: torch.Tensor, z_y: torch.Tensor, targets: 
     return top1
 
 
+def _total(e: torch.Tensor) -> torch.Tensor:
+    return e.sum(1)
+
+
+def _squares(e: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vecdot(e, e)
+
+
+def _log(total: torch.Tensor, e: torch.Tensor, sum_of) -> torch.Tensor:
+    """log(total) of total = sum_of(e), each row's largest e being 1. 1 + 1e-6 has one digit of the 1e-6 in fp32, so a
+    confident row sums its other terms: they are below 1, and frac leaves them as they are."""
+    value, confident = total.log(), total < _CONFIDENT
+    if e.device.type != "cpu":
+        return torch.where(confident, sum_of(torch.frac(e)).log1p_(), value)
+    rows = confident.nonzero().squeeze(1)  # few rows need the second sum
+    if len(rows):
+        value[rows] = sum_of(e.index_select(0, rows).frac_()).log1p_()
+    return value
+
+
 def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, stats: Stats, exps=None) -> None:
     """See base.py. E's reference is the row's maximum, so nothing can overflow."""
     vocab = head.weight.shape[0]
@@ -91,8 +112,8 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
         chi = _chain(z, head.softcap) if out is not None and head.softcap is not None else None
         d = z - m.unsqueeze(1)
         e = torch.exp(d, out=out)
-        total = e.sum(1)
-        torch.log(total, out=s.log_sum)
+        total = _total(e)
+        s.log_sum.copy_(_log(total, e, _total))
         torch.sub(z_y, m, out=s.target)
         if wants.sum_log_probs:
             s.sum_log_probs.copy_(_weighted_sum(d, head.class_weight) - weight_sum * s.log_sum)
@@ -100,7 +121,7 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
             d.clamp_(min=_LOG_ZERO)
             torch.sub(s.log_sum, d.mul_(e).sum(1).div_(total), out=s.entropy)
         if wants.log_sum_sq:
-            torch.sub(torch.linalg.vecdot(e, e).log_(), 2 * s.log_sum, out=s.log_sum_sq)
+            torch.sub(_log(_squares(e), e, _squares), 2 * s.log_sum, out=s.log_sum_sq)
         if out is not None:
             torch.reciprocal(total, out=s.scale)
             if chi is not None:
@@ -123,7 +144,8 @@ def dlogits(
     _project(x, head, out)
     inside = (targets >= 0) & (targets < vocab)
     column = targets.clamp(0, vocab - 1).unsqueeze(1)
-    a, b, t, d = (None if c is None else c.unsqueeze(1) for c in coefficients)
+    at_target = target_dlogit(coefficients, stats.log_prob, stats.entropy).unsqueeze(1)
+    a, b, _, d = (None if c is None else c.unsqueeze(1) for c in coefficients)
     for start, stop in _panels(x.shape[0], vocab, out.dtype):
         z, at, s = out[start:stop], slice(start, stop), stats.rows(start, stop)
         _transform(z, head)
@@ -135,13 +157,8 @@ def dlogits(
         else:
             log_p.clamp_(min=_LOG_ZERO)
             value = log_p.add_(s.entropy.unsqueeze(1)).mul_(b[at]).add_(a[at]).mul_(p)
-        # a p_y + t with t = -a must not cancel: a (p_y - 1) + (a + t), from the forward's own log-probability
-        here, log_p_y = column[at], s.log_prob.unsqueeze(1)
-        at_target = a[at] * torch.expm1(log_p_y) + (a[at] + t[at])
-        if b is not None:
-            clamped = log_p_y.clamp(min=_LOG_ZERO)
-            at_target += b[at] * torch.exp(log_p_y) * (clamped + s.entropy.unsqueeze(1))
-        value.scatter_(1, here, torch.where(inside[at].unsqueeze(1), at_target, value.gather(1, here)))
+        here = column[at]
+        value.scatter_(1, here, torch.where(inside[at].unsqueeze(1), at_target[at], value.gather(1, here)))
         if d is not None:
             weights = 1.0 if head.class_weight is None else head.class_weight.to(value.dtype)
             value.add_(d[at] * weights)

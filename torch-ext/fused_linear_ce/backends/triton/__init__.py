@@ -17,7 +17,7 @@ from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
 
-_REFERENCE_COLUMNS = 128  # classes that the reference is the maximum of, beside the target
+WEIGHT_TILE = (128, 256)
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -69,33 +69,43 @@ class _Launch:
         self.column_tiles = triton.cdiv(self.vocab, t.columns)
         programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
         self.grid = (programs,)
-        self.x, self.weight = x, weight
-        self.strides = (x.stride(0), weight.stride(0), weight.stride(1))
-        self.out = x if out is None else out
-        self.out_stride = 0 if out is None else out.stride(0)
-        if t.descriptors:
-            self.x = TensorDescriptor.from_tensor(x, [t.rows, t.depth])
-            self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
-            if out is not None:
-                self.out = TensorDescriptor.from_tensor(out, [t.rows, t.columns])
         self.bias = x if head.bias is None else head.bias.contiguous()  # x: a pointer that the kernel will not read
         self.class_weight = x if head.class_weight is None else head.class_weight.contiguous()
-        self.softcap = 1.0 if head.softcap is None else head.softcap
+        softcap = 1.0 if head.softcap is None else head.softcap
+        self.sizes = (self.rows, self.vocab, self.hidden_size, self.row_tiles, self.column_tiles)
+        self.scalars = (head.logit_scale, softcap)
         self.flags = {
-            "ROWS": t.rows,
-            "COLUMNS": t.columns,
-            "DEPTH": t.depth,
             "GROUP": t.group,
             "PROGRAMS": programs,
-            "FLATTEN": t.flatten,
-            "DESCRIPTORS": t.descriptors,
-            "PRECISION": _precision(x.device, x.dtype),
             "SCALED": head.logit_scale != 1.0,
             "HAS_BIAS": head.bias is not None,
             "HAS_SOFTCAP": head.softcap is not None,
             "HAS_CLASS_WEIGHT": head.class_weight is not None,
-            "COMPUTE": _TRITON_DTYPE[x.dtype],
             "num_warps": t.warps,
+        }
+        if t.loads == "pipeline":
+            from . import hopper
+
+            self.forward_kernel, self.dlogits_kernel = hopper.forward_kernel, hopper.dlogits_kernel
+            self.x = hopper.descriptor(x, hopper.ROWS // 2, hopper.DEPTH)
+            self.weight = hopper.descriptor(weight, hopper.COLUMNS, hopper.DEPTH)
+            self.out = self.x if out is None else hopper.descriptor(out, hopper.ROWS // 2, hopper.PART)
+            return
+        self.forward_kernel, self.dlogits_kernel = fwd.forward_kernel, bwd.dlogits_kernel
+        self.x, self.weight, self.out = x, weight, x if out is None else out
+        self.sizes += (x.stride(0), weight.stride(0), weight.stride(1), 0 if out is None else out.stride(0))
+        if t.loads == "descriptors":
+            self.x = TensorDescriptor.from_tensor(x, [t.rows, t.depth])
+            self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
+            if out is not None:
+                self.out = TensorDescriptor.from_tensor(out, [t.rows, t.columns])
+        self.flags |= {
+            "ROWS": t.rows,
+            "COLUMNS": t.columns,
+            "DEPTH": t.depth,
+            "DESCRIPTORS": t.loads == "descriptors",
+            "PRECISION": _precision(x.device, x.dtype),
+            "COMPUTE": _TRITON_DTYPE[x.dtype],
             "num_stages": t.stages,
         }
 
@@ -103,16 +113,16 @@ class _Launch:
 def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
     """c_i of forward_kernels.py, (R,)."""
     reference = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    rows = 16  # small tiles: a chunk's rows have to fill the device
+    rows = 8
     weight = head.weight
     fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
         x, weight, x if head.bias is None else head.bias.contiguous(), targets, reference,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
-        ROWS=rows, COLUMNS=_REFERENCE_COLUMNS, DEPTH=64 if x.element_size() == 2 else 32,
+        ROWS=rows, DEPTH=128,
         SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
-        COMPUTE=_TRITON_DTYPE[x.dtype], PRECISION=_precision(x.device, x.dtype), num_warps=4,
+        COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
     return reference
 
@@ -147,14 +157,13 @@ def forward(
             torch.empty(launch.column_tiles, dtype=torch.float32, device=device),
             torch.zeros(rows, dtype=torch.float32, device=device), torch.ones(rows, dtype=torch.int8, device=device),
         )  # fmt: skip
+        reference, marks = stats.max, (targets, targets)  # pointers that the kernels will not read
         if store:
+            reference = _reference(x, targets, head)
             marks = (
-                _reference(x, targets, head),
                 torch.empty(rows, dtype=torch.int32, device=device),
                 torch.zeros(1, dtype=torch.int32, device=device),
             )
-        else:
-            marks = (stats.max, targets, targets)  # pointers that the kernels will not read
         asked = {"ENTROPY": wants.entropy, "SQUARES": wants.log_sum_sq, "SHIFTED": wants.sum_log_probs}
         unused = stats.max
         outputs = (stats.max, stats.log_sum, stats.target, stats.scale) + tuple(
@@ -166,14 +175,20 @@ def forward(
         )  # fmt: skip
         block = 16 if device.type == "cpu" else 32
         for repair in (False, True) if store else (False,):
-            fwd.forward_kernel[launch.grid](
-                launch.x, launch.weight, launch.bias, targets, launch.class_weight, *marks, launch.out, *partials,
-                rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
-                *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
-                STORE=store, REPAIR=repair, **asked, **launch.flags,
+            how = launch
+            extra = {}
+            if how.tiles.loads != "pipeline":
+                extra = {"REPAIR": repair}
+            elif repair:
+                # Rows that overflow are few: the kernel for all devices does them, in the same column tiles.
+                how, extra = _Launch(x, head, exps, tuning.REPAIR), {"REPAIR": True}
+            how.forward_kernel[how.grid](
+                how.x, how.weight, how.bias, targets, how.class_weight, reference,
+                *(marks if extra else ()), how.out, *partials, *how.sizes, *how.scalars,
+                STORE=store, **extra, **asked, **how.flags,
             )  # fmt: skip
             fwd.combine_kernel[(triton.cdiv(rows, block),)](
-                targets, *marks, *partials, *outputs, rows, launch.column_tiles,
+                targets, reference, *marks, *partials, *outputs, rows, launch.column_tiles,
                 fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
                 ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
                 TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
@@ -190,12 +205,11 @@ def dlogits(
         launch = _Launch(x, head, out)
         c = Coefficients(*(None if v is None else v.contiguous() for v in coefficients))
         unused = stats.max
-        bwd.dlogits_kernel[launch.grid](
+        launch.dlogits_kernel[launch.grid](
             launch.x, launch.weight, launch.bias, targets, launch.class_weight,
             stats.max, stats.log_sum, stats.log_prob, unused if c.b is None else stats.entropy,
             c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
-            launch.rows, launch.vocab, launch.hidden_size, launch.row_tiles, launch.column_tiles,
-            *launch.strides, launch.out_stride, head.logit_scale, launch.softcap,
+            *launch.sizes, *launch.scalars,
             HAS_B=c.b is not None, HAS_D=c.d is not None, **launch.flags,
         )  # fmt: skip
 
@@ -228,7 +242,23 @@ def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch
 
 
 def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    _matmul(e.t(), x, out, accumulate)
+    """Hopper has a kernel that hides the addition; elsewhere it is the library's GEMM."""
+    operands = e.dtype == torch.bfloat16 and _describable(e) and _describable(x) and _describable(out)
+    if not operands or tuning.best_loads(e.device) != "pipeline":
+        _matmul(e.t(), x, out, accumulate)
+        return
+    from . import hopper
+
+    (rows, vocab), hidden_size = e.shape, x.shape[1]
+    classes, width = WEIGHT_TILE
+    class_tiles, width_tiles = triton.cdiv(vocab, classes), triton.cdiv(hidden_size, width)
+    programs = min(tuning.multiprocessors(e.device), class_tiles * width_tiles)
+    with _guard(e):
+        hopper.weight_kernel[(programs,)](
+            hopper.descriptor(e, hopper.DEPTH, classes // 2), hopper.descriptor(x, hopper.DEPTH, width),
+            hopper.descriptor(out, classes // 2, width // 4), rows, class_tiles, width_tiles,
+            PROGRAMS=programs, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
+        )  # fmt: skip
 
 
 def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:

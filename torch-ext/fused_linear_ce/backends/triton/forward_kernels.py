@@ -1,6 +1,6 @@
 """The forward GEMM with the softmax statistics in its epilogue, and the reduction of the statistics over tiles.
 
-    reference_kernel   c_i: a logit that cannot be far below the row's maximum (only where E is stored)
+    reference_kernel   c_i: the target's logit (only where E is stored)
     forward_kernel     tile of logits -> per-(tile, row) partial statistics, and E = exp(z - c) chi if asked for
     combine_kernel     partial statistics -> the row's statistics; marks rows whose E may have overflowed
     forward_kernel     again for the marked rows, with their maximum, now known, as reference: its programs return at
@@ -8,14 +8,24 @@
 
 Why any reference will do: E and the partial sums carry the factor exp(-c_i), which the row's scale exp(c_i - lse_i)
 takes out again after the GEMMs. bf16 and fp32 share their exponent range, so nothing is lost while m_i - c_i, with m_i
-the row's maximum, stays below about 88 - log V. c_i is the larger of the target's logit and the maximum over the first
-columns, so m_i - c_i <= nll_i: a marked row is one whose loss exceeds LIMIT nats.
+the row's maximum, stays below about 88 - log V. c_i is the target's logit, so m_i - c_i <= nll_i: a marked row is one
+whose loss exceeds LIMIT nats, or whose target has no finite logit.
 """
 
 import triton
 import triton.language as tl
 
-from .logits import LOG_ZERO, chain, exp, tile_order, tile_product, transform
+from .logits import (
+    LOG_ZERO,
+    chain,
+    column_bias,
+    exp,
+    exponentials,
+    target_logit,
+    tile_order,
+    tile_product,
+    transform,
+)
 
 LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times passes._NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
@@ -25,38 +35,29 @@ LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
 def reference_kernel(
     x, w, bias, targets, reference, R, V, H,
     stride_xr, stride_wv, stride_wh, logit_scale, softcap,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """reference = max(z over the first COLUMNS classes, z of the target); 0 where that is not finite.
+    """reference = z of the target; 0 where there is none or it is not finite. One program for ROWS rows.
 
-    One program a row tile. It need not agree with forward_kernel to the last bit, only to a few nats.
+    It need not agree with forward_kernel to the last bit, only to a few nats.
     """
-    row = tl.program_id(0) * ROWS
-    rows = row + tl.arange(0, ROWS)
-    product = tile_product(
-        x, w, row, 0, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, False, PRECISION
-    )
-    z = transform(product, bias, 0, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP)
-    z = tl.where((tl.arange(0, COLUMNS) < V)[None, :], z, float("-inf"))
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(targets + rows, mask=rows < R, other=-1)
     known = y >= 0
-    y = tl.where(known, y, 0)
-    dot = tl.zeros((ROWS,), dtype=tl.float32)
     depth = tl.arange(0, DEPTH)
+    x_rows = x + rows.to(tl.int64)[:, None] * stride_xr
+    w_rows = w + y.to(tl.int64)[:, None] * stride_wv
+    dot = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
     for k in range(0, H, DEPTH):
-        mask = (rows < R)[:, None] & (k + depth < H)[None, :]
-        a = tl.load(x + rows.to(tl.int64)[:, None] * stride_xr + (k + depth)[None, :], mask=mask, other=0.0)
-        offset = y.to(tl.int64)[:, None] * stride_wv + (k + depth).to(tl.int64)[None, :] * stride_wh
-        b = tl.load(w + offset, mask=mask, other=0.0)
-        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
-    if HAS_BIAS:
-        dot += tl.load(bias + y).to(tl.float32)
-    z_y = transform(dot, bias, 0, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, False, HAS_SOFTCAP)
-    c = tl.maximum(tl.max(z, 1), tl.where(known, z_y, float("-inf")))
-    c = tl.where((c > float("-inf")) & (c < float("inf")), c, 0.0)
-    tl.store(reference + rows, c, mask=rows < R)
+        mask = known[:, None] & (k + depth < H)[None, :]
+        a = tl.load(x_rows + (k + depth)[None, :], mask=mask, other=0.0)
+        b = tl.load(w_rows + (k + depth).to(tl.int64)[None, :] * stride_wh, mask=mask, other=0.0)
+        dot += a.to(tl.float32) * b.to(COMPUTE).to(tl.float32)
+    beta = column_bias(bias, tl.where(known, y, 0), V, COMPUTE) if HAS_BIAS else 0.0
+    z = transform(tl.sum(dot, 1), beta, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
+    z = tl.where(known & (z > float("-inf")) & (z < float("inf")), z, 0.0)
+    tl.store(reference + rows, z, mask=rows < R)
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def forward_kernel(
     R, V, H, row_tiles, column_tiles,
     stride_xr, stride_wv, stride_wh, stride_er, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
@@ -80,7 +81,7 @@ def forward_kernel(
     if REPAIR:
         if tl.load(any_marked) == 0:
             return
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS
         column = column_tile * COLUMNS
@@ -95,9 +96,8 @@ def forward_kernel(
                 x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS,
                 PRECISION,
             )  # fmt: skip
-            z = transform(
-                product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP
-            )
+            beta = column_bias(bias, columns, V, COMPUTE)[None, :] if HAS_BIAS else 0.0
+            z = transform(product, beta, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
             if STORE:
                 c = tl.load(reference + rows, mask=live, other=0.0)
                 if column + COLUMNS > V:
@@ -112,29 +112,24 @@ def forward_kernel(
             y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
             here = (y >= 0) & (y < COLUMNS)
             if tl.max(here.to(tl.int32), 0) > 0:
-                at = tl.arange(0, COLUMNS)[None, :] == y[:, None]
-                z_y = tl.sum(tl.where(at, z, 0.0), 1)
-                before = tl.max(tl.where(tl.arange(0, COLUMNS)[None, :] < y[:, None], z, float("-inf")), 1)
+                z_y, before = target_logit(z, tl.arange(0, COLUMNS)[None, :] - y[:, None])
                 tl.store(target_z + rows, z_y, mask=here)
                 tl.store(target_beaten + rows, (before >= z_y).to(tl.int8), mask=here)
-            d = z - c[:, None]
-            e = exp(d, COMPUTE == tl.float32)
+            class_w = (columns < V).to(tl.float32)
+            if HAS_CLASS_WEIGHT:
+                class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
+            e, total, dot, squares, shifted = exponentials(
+                z, c, class_w, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, COMPUTE == tl.float32
+            )
             partial = column_tile.to(tl.int64) * R + rows
             tl.store(tile_max + partial, m, mask=live)
-            tl.store(tile_sum + partial, tl.sum(e, 1), mask=live)
+            tl.store(tile_sum + partial, total, mask=live)
             if ENTROPY:
-                if HAS_BIAS or not STORE:
-                    d = tl.maximum(d, LOG_ZERO)  # -inf
-                tl.store(tile_dot + partial, tl.sum(e * d, 1), mask=live)
+                tl.store(tile_dot + partial, dot, mask=live)
             if SQUARES:
-                tl.store(tile_squares + partial, tl.sum(e * e, 1), mask=live)
+                tl.store(tile_squares + partial, squares, mask=live)
             if SHIFTED:
-                class_w = (columns < V).to(tl.float32)
-                if HAS_CLASS_WEIGHT:
-                    class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-                # A class of weight 0 adds nothing, also when its logit is -inf.
-                weighted = tl.where((class_w == 0.0)[None, :], 0.0, (z - c[:, None]) * class_w[None, :])
-                tl.store(tile_shifted + partial, tl.sum(weighted, 1), mask=live)
+                tl.store(tile_shifted + partial, shifted, mask=live)
                 tl.store(tile_weight + column_tile, tl.sum(class_w, 0))  # the same from every row tile
             if STORE:
                 value = chain(e, z, softcap, HAS_SOFTCAP)
@@ -158,7 +153,7 @@ def combine_kernel(
     """One program for ROWS rows: the partial statistics of all column tiles, in one order, to the row's statistics.
 
     STORE: every tile used the same reference, sums just add up, and scale = exp(c - lse) = 1 / sum exp(z - c). A row
-    whose maximum lies more than `limit` above c is marked and gets its maximum as new reference.
+    whose maximum lies more than `limit` from c is marked and gets its maximum as new reference.
     Otherwise each tile used its own maximum and is rescaled to the row's.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -224,7 +219,7 @@ def combine_kernel(
             shifted += tl.sum(tl.where(mask, t_shifted, 0.0), 0)
             weight += tl.sum(t_weight, 0)
     if STORE and not REPAIR:
-        over = live & ((m - c) > limit)
+        over = live & (tl.abs(m - c) > limit) & (m > float("-inf"))
         tl.store(marked + rows, over.to(tl.int32), mask=live)
         tl.store(reference + rows, m, mask=over)
         if tl.max(over.to(tl.int32), 0) > 0:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .logits import LOG_ZERO, chain, exp, tile_order, tile_product, transform
+from .logits import chain, column_bias, gradient, target_gradient, tile_order, tile_product, transform
 
 
 @triton.jit
@@ -13,14 +13,13 @@ def dlogits_kernel(
     R, V, H, row_tiles, column_tiles,
     stride_xr, stride_wv, stride_wh, stride_or, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """out = chi * (p (a + b (log p + entropy)) + t [j = y] + d w_j), the gradient family of loss.py, with the logits
-    recomputed tile by tile as in forward_kernel. The target's element is a (p_y - 1) + (a + t) by expm1: for
-    cross-entropy t = -a, and a p_y + t would cancel."""
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+    recomputed tile by tile as in forward_kernel."""
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS
         column = column_tile * COLUMNS
@@ -30,33 +29,19 @@ def dlogits_kernel(
         product = tile_product(
             x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS, PRECISION
         )
-        z = transform(
-            product, bias, column, V, logit_scale, softcap, COMPUTE, COLUMNS, SCALED, HAS_BIAS, HAS_SOFTCAP
-        )
+        beta = column_bias(bias, columns, V, COMPUTE)[None, :] if HAS_BIAS else 0.0
+        z = transform(product, beta, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
         m = tl.load(row_max + rows, mask=live, other=0.0)
         log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
         a = tl.load(row_a + rows, mask=live, other=0.0)
-        log_p = (z - m[:, None]) - log_sum[:, None]
-        p = exp(log_p, COMPUTE == tl.float32)
-        if HAS_B:
-            b = tl.load(row_b + rows, mask=live, other=0.0)
-            entropy = tl.load(row_entropy + rows, mask=live, other=0.0)
-            log_p = tl.maximum(log_p, LOG_ZERO)
-            value = p * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
-        else:
-            value = p * a[:, None]
+        b = tl.load(row_b + rows, mask=live, other=0.0) if HAS_B else 0.0
+        entropy = tl.load(row_entropy + rows, mask=live, other=0.0) if HAS_B else 0.0
+        value = gradient(z, m, log_sum, entropy, a, b, HAS_B, COMPUTE == tl.float32)
         y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
-        here = (y >= 0) & (y < COLUMNS)
-        if tl.max(here.to(tl.int32), 0) > 0:
+        if tl.max(((y >= 0) & (y < COLUMNS)).to(tl.int32), 0) > 0:
             t = tl.load(row_t + rows, mask=live, other=0.0)
             log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
-            p_y = exp(log_prob, COMPUTE == tl.float32)
-            # expm1: its series where exp would cancel
-            small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
-            minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
-            at_target = a * minus_one + (a + t)
-            if HAS_B:
-                at_target += b * p_y * (tl.maximum(log_prob, LOG_ZERO) + entropy)
+            at_target = target_gradient(log_prob, entropy, a, b, t, HAS_B, COMPUTE == tl.float32)
             value = tl.where(tl.arange(0, COLUMNS)[None, :] == y[:, None], at_target[:, None], value)
         if HAS_D:
             d = tl.load(row_d + rows, mask=live, other=0.0)[:, None]

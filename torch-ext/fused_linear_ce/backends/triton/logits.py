@@ -79,20 +79,24 @@ def tanh(x, SERIES: tl.constexpr):
 
 
 @triton.jit
+def column_bias(bias, columns, V, compute_type: tl.constexpr):
+    """The bias of `columns`, rounded to the compute dtype as the GEMM's operands are, in fp32."""
+    return tl.load(bias + columns, mask=columns < V, other=0.0).to(compute_type).to(tl.float32)
+
+
+@triton.jit
 def transform(
-    product, bias, column, V, logit_scale, softcap, compute_type: tl.constexpr,
-    COLUMNS: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    product, bias, logit_scale, softcap, compute_type: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """z = softcap * tanh(logit_scale * (product + bias) / softcap)."""
+    """z = softcap * tanh(logit_scale * (product + bias) / softcap), with a bias that broadcasts to the product."""
     z = product
     if HAS_BIAS:
-        columns = column + tl.arange(0, COLUMNS)
-        b = tl.load(bias + columns, mask=columns < V, other=0.0)
-        z += b.to(compute_type).to(tl.float32)[None, :]
+        z += bias
     if SCALED:
         z = z * logit_scale
     if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap, compute_type == tl.float32)
+        z = softcap * tanh(z * (1.0 / softcap), compute_type == tl.float32)
     return z
 
 
@@ -100,6 +104,63 @@ def transform(
 def chain(value, z, softcap, HAS_SOFTCAP: tl.constexpr):
     """value * chi with chi = 1 - (z / softcap)^2, the softcap's derivative; logit_scale stays a factor of the row."""
     if HAS_SOFTCAP:
-        ratio = z / softcap
+        ratio = z * (1.0 / softcap)
         value = value * (1.0 - ratio * ratio)
+    return value
+
+
+@triton.jit
+def exponentials(
+    z, c, class_w, INFINITE: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISE: tl.constexpr,
+):  # fmt: skip
+    """e = exp(z - c) of a tile, and its row sums of e, e (z - c), e^2 and w (z - c); what is not asked for is the
+    first sum. INFINITE: z may be -inf where c is finite."""
+    d = z - c[:, None]
+    e = exp(d, PRECISE)
+    total = tl.sum(e, 1)
+    dot, squares, shifted = total, total, total
+    if SHIFTED:
+        # A class of weight 0 adds nothing, also when its logit is -inf.
+        shifted = tl.sum(tl.where((class_w == 0.0)[None, :], 0.0, d * class_w[None, :]), 1)
+    if SQUARES:
+        squares = tl.sum(e * e, 1)
+    if ENTROPY:
+        if INFINITE:
+            d = tl.maximum(d, LOG_ZERO)
+        dot = tl.sum(e * d, 1)
+    return e, total, dot, squares, shifted
+
+
+@triton.jit
+def target_logit(z, past):
+    """(z_y, the largest z of an earlier class of the tile); past: how many columns past the target each one is. Rows
+    whose target is not in the tile give 0."""
+    z_y = tl.sum(tl.where(past == 0, z, 0.0), 1)
+    before = tl.max(tl.where(past < 0, z, float("-inf")), 1)
+    return z_y, before
+
+
+@triton.jit
+def gradient(z, m, log_sum, entropy, a, b, HAS_B: tl.constexpr, PRECISE: tl.constexpr):
+    """p (a + b (log p + entropy)), what every class has of the gradient family of loss.py; the last five per row."""
+    log_p = (z - m[:, None]) - log_sum[:, None]
+    value = exp(log_p, PRECISE)
+    if HAS_B:
+        log_p = tl.maximum(log_p, LOG_ZERO)
+        return value * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
+    return value * a[:, None]
+
+
+@triton.jit
+def target_gradient(log_prob, entropy, a, b, t, HAS_B: tl.constexpr, PRECISE: tl.constexpr):
+    """The same at the target, with t: a (p_y - 1) + (a + t) by expm1, since for cross-entropy t = -a and a p_y + t
+    would cancel."""
+    p_y = exp(log_prob, PRECISE)
+    # expm1: its series where exp would cancel
+    small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
+    minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
+    value = a * minus_one + (a + t)
+    if HAS_B:
+        value += b * p_y * (tl.maximum(log_prob, LOG_ZERO) + entropy)
     return value
