@@ -181,11 +181,22 @@ def test_a_break_beside_an_extension_is_named_first():
     assert api.problems(BASE, new)[-1] == api.BREAKING
 
 
-def test_a_returned_class_may_become_public():
-    new = copy.deepcopy(BASE)
-    new["names"]["R"] = new["types"].pop("R")
-    assert not api.breaks(BASE, new)
-    assert api.problems(BASE, new)[-1] == api.COMMAND
+def test_a_returned_class_may_become_public_but_not_private_again():
+    public = copy.deepcopy(BASE)
+    public["names"]["R"] = public["types"].pop("R")
+    assert api.problems(BASE, public) == ["R entered __all__", api.EXTENSION]
+    assert api.problems(public, BASE) == ["R left __all__", api.BREAKING]
+
+
+def test_another_order_is_no_change_but_has_to_be_written():
+    other = {**BASE, "names": dict(reversed(BASE["names"].items()))}
+    assert api.problems(BASE, other) == []
+    other = changed(PARAMETERS, [X, Y, "*", "l: int = 0", K])
+    again = changed(PARAMETERS, [X, Y, "*", K, "l: int = 0"])
+    assert api.problems(again, other) == [
+        "the file describes the same API in another way than the source",
+        api.COMMAND,
+    ]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -708,6 +709,13 @@ def test_code_from_elsewhere_is_noticed(monkeypatch, tmp_path):
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_it_needs_nothing_but_the_clients_and_torch():
+    modules = ("jinja2", "rich", "starlette", "pygit2", "torch")
+    code = f"import sys, tools.check_pin.__main__; print([m for m in {modules} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_page_lists_every_check_and_failure():

@@ -46,8 +46,10 @@ class Change(NamedTuple):
 
 def compare(old: dict, new: dict) -> list[Change]:
     """What changed from `old` to `new`, two files' contents; breaking changes first."""
-    # A class that becomes public by its own name stays what it was for those who only get it returned.
+    # A class that enters or leaves __all__ stays what it was for those who only get it returned.
     changes = [
+        *(Change(False, f"{name} entered __all__") for name in old["types"] if name in new["names"]),
+        *(Change(True, f"{name} left __all__") for name in old["names"] if name in new["types"]),
         *_compare_maps("", {**old["types"], **old["names"]}, {**new["types"], **new["names"]}, _compare_item),
         *_compare_maps("metric ", old["metrics"], new["metrics"], _compare_metric),
     ]
