@@ -314,8 +314,8 @@ def test_it_serves_until_it_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_HUB_TOKEN", "hf_given")
     command = [sys.executable, "-m", "tools.local_hub", "--store", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        lines = [process.stdout.readline().strip() for _ in range(5)]
-        settings = dict(line.removeprefix("export ").split("=", 1) for line in lines[:4])
+        lines = [process.stdout.readline().strip() for _ in range(4)]
+        settings = dict(line.removeprefix("export ").split("=", 1) for line in lines[:3])
         assert settings["HF_TOKEN"] == "hf_given"
         api = HfApi(endpoint=settings["HF_ENDPOINT"], token=settings["HF_TOKEN"])
         api.create_repo(REPO, repo_type="kernel")

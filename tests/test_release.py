@@ -42,6 +42,7 @@ def checkout(tmp_path) -> Config:
 def run_release(local_hub, checkout, monkeypatch, capsys):
     """Runs `python -m tools.release` in this process, against the local Hub."""
     monkeypatch.setattr(constants, "ENDPOINT", local_hub.endpoint)
+    monkeypatch.setattr(release, "load_problems", lambda out: [])  # takes seconds; test_end_to_end.py leaves it in
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(local_hub.home / "token"))  # not the user's own
 
@@ -111,7 +112,7 @@ def test_first_release(local_hub, checkout, tmp_path, run_release):
     arguments = eval(f"dict(repo_id={line})")
     assert arguments == {"repo_id": REPO, "revision": sha, "trust_remote_code": [REPO]}
     assert f"{len(expected)} new files, 0 changed, 0 deleted" in done.stdout
-    assert "6/6" in done.stderr  # the progress bar
+    assert "7/7" in done.stderr  # the progress bar
     metadata = json.loads(expected["build/torch-cpu/metadata.json"])
     assert metadata["provenance"]["kernel"]["dirty"] is False
     message = local_hub.repository(REPO).commit("v1").message
@@ -262,6 +263,14 @@ def test_a_build_that_is_not_in_order_is_refused(local_hub, checkout, monkeypatc
     assert writes(local_hub) == []
 
 
+def test_a_build_that_does_not_load_is_refused(local_hub, checkout):
+    append(checkout, "from .nothing import name")
+    commit(checkout)
+    with pytest.raises(release.ReleaseError, match=r"(?s)nothing was published.*doesn't load: ModuleNotFoundError: .*nothing"):
+        release.release(checkout, local_hub.api())
+    assert writes(local_hub) == []
+
+
 def test_a_build_that_fails_is_refused(local_hub, checkout):
     """The disk is full: no file may grow beyond a few hundred bytes."""
     command = f'ulimit -f 1; exec "$PYTHON" -m tools.release --root {checkout.root}'
@@ -282,7 +291,7 @@ def locked(path) -> dict[str, tuple[int, str]]:
 def test_the_release_writes_a_lock(local_hub, checkout, tmp_path, released):
     lock = tmp_path / "kernels.lock"
     write_lock(lock, "kernels-community/relu", 3, "a" * 40)
-    write_lock(lock, REPO, 1, "b" * 40)
+    write_lock(lock, REPO, 0, "b" * 40)  # what the consumer had so far
     sha = released("--lock", str(lock))
     assert locked(lock) == {"kernels-community/relu": (3, "a" * 40), REPO: (1, sha)}
     assert json.loads(lock.read_text())[1] == {

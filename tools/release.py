@@ -8,6 +8,8 @@ The token is that of huggingface_hub: HF_TOKEN, or what `hf auth login` stored.
 """
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from .lock import write_lock
 from .publish import Change, Publisher, Release, ReleaseError
 from .verify import verify
 
-STEPS = 6
+STEPS = 7
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -52,6 +54,8 @@ def release(
             step("verifying the build")
             problems = verify(config, out)
             kernel, card = kernel_files(config, out), {"README.md": (out / "CARD.md").read_bytes()}
+            step("loading the build")
+            problems += load_problems(out)
         except (OSError, ValueError) as error:
             raise ReleaseError(f"the build failed: {error}; nothing was published") from error
     if problems:
@@ -60,6 +64,23 @@ def release(
     if dry_run:
         return publisher.compare(branch, kernel, card)
     return publisher.publish(branch, kernel, card, f"{config.name} version {config.version}, {_source(config)}", step)
+
+
+LOAD = """
+import pathlib, sys, kernels
+try:
+    kernels.get_local_kernel(pathlib.Path(sys.argv[1]))
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def load_problems(out: Path) -> list[str]:
+    """What goes wrong when `kernels` imports a build, in a process of its own. Variants differ in their metadata only."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", LOAD, str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return [f"it doesn't load: {done.stderr.strip().splitlines()[-1]}"] if done.returncode else []
 
 
 def kernel_files(config: Config, out: Path) -> dict[str, bytes]:

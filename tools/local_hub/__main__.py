@@ -27,8 +27,8 @@ DIVERSIONS = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "KERNEL
 
 
 def client_settings(endpoint: str, token: str, home: Path) -> dict[str, str]:
-    """What the clients have to be told. Files of this Hub are never stored by Xet."""
-    return {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    """What the clients have to be told."""
+    return {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HOME": str(home)}
 
 
 def client_environment(settings: dict[str, str]) -> dict[str, str]:

@@ -109,17 +109,18 @@ def _gradients_in_forward(c: _Checked, loss: _Loss, needs: Needs, reduction: str
 
 
 def _loss_forward(c: _Checked, loss: _Loss, needs: Needs):
-    return ops.loss_forward(
-        c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, c.ignore_index, c.logit_scale,
-        c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, c.compute_dtype, *needs, c.workspace,
-        torch.compiler.is_compiling(),
+    return ops.call(
+        ops.loss_forward, c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, c.ignore_index,
+        c.logit_scale, c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, c.compute_dtype, *needs,
+        c.workspace, torch.compiler.is_compiling(),
     )  # fmt: skip
 
 
 def _token_forward(c: _Checked, needs: Needs, class_weight, row_scaled: bool, **wants: bool):
     wants = tuple(wants.get(name, False) for name in ("entropy", "sum_log_probs", "log_sum_sq", "is_top1"))
-    return ops.token_forward(
-        c.hidden, c.weight, c.targets, c.bias, class_weight, c.ignore_index, c.logit_scale, c.softcap, *wants,
+    return ops.call(
+        ops.token_forward, c.hidden, c.weight, c.targets, c.bias, class_weight, c.ignore_index, c.logit_scale,
+        c.softcap, *wants,
         c.compute_dtype, *needs, row_scaled, c.workspace,
     )  # fmt: skip
 
@@ -403,7 +404,7 @@ def fused_linear_cross_entropy_backward(
     with torch.no_grad():
         grad = grad_loss / divisor
         if _gradients_in_forward(c, loss, needs, reduction):
-            grads = ops.loss_backward(grad, *saved, c.hidden, weight, bias)
+            grads = ops.call(ops.loss_backward, grad, *saved, c.hidden, weight, bias)
         else:
             grad = grad.reshape(-1).expand(c.hidden.shape[0])
             lse = saved[1] + saved[2]  # max + log_sum
@@ -472,9 +473,9 @@ def fused_linear_log_probs_backward(
 
 
 def _token_backward(c: _Checked, needs: Needs, upstream, class_weight, saved, row_scaled: bool):
-    return ops.token_backward(
-        *upstream, c.hidden, c.weight, c.targets, c.bias, class_weight, *saved, c.ignore_index, c.logit_scale,
-        c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace,
+    return ops.call(
+        ops.token_backward, *upstream, c.hidden, c.weight, c.targets, c.bias, class_weight, *saved, c.ignore_index,
+        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace,
     )  # fmt: skip
 
 

@@ -34,8 +34,7 @@ def _isolated(device_type: str):
     return torch.autocast(device_type, enabled=False)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("loss_forward"), mutates_args=())
-def loss_forward(
+def _loss_forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -65,6 +64,9 @@ def loss_forward(
         return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, metrics, dense))
 
 
+loss_forward = torch.library.custom_op(add_op_namespace_prefix("loss_forward"), _loss_forward, mutates_args=())
+
+
 @loss_forward.register_fake
 def _(
     hidden, weight, targets, bias, class_weight, token_weight, ignore_index, logit_scale, softcap, label_smoothing,
@@ -83,8 +85,7 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.custom_op(add_op_namespace_prefix("loss_backward"), mutates_args=())
-def loss_backward(
+def _loss_backward(
     grad: Tensor,
     grad_hidden: Tensor,
     grad_weight: Tensor,
@@ -115,6 +116,9 @@ def _gradient_dtypes(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> 
     return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
+loss_backward = torch.library.custom_op(add_op_namespace_prefix("loss_backward"), _loss_backward, mutates_args=())
+
+
 @loss_backward.register_fake
 def _(grad, grad_hidden, grad_weight, grad_bias, hidden, weight, bias):
     pairs = zip((grad_hidden, grad_weight, grad_bias), _gradient_dtypes(hidden, weight, bias))
@@ -143,22 +147,41 @@ def _nothing_to_scale(grad: Tensor, saved: tuple, dtypes: tuple) -> bool:
     return readable and same and grad.item() == 1 and not _graph_is_kept()
 
 
-def _loss_backward(ctx, grad, *_):
+def _loss_gradients(ctx, grad, scaled) -> tuple:
+    """The backward of loss_forward; `scaled` is loss_backward, or what it runs."""
     if grad is None:
         return (None,) * 18
     tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
     saved, parameters = tensors[:3], tensors[3:]
     if not _nothing_to_scale(grad, saved, _gradient_dtypes(*parameters)):
-        saved = loss_backward(grad, *saved, *parameters)
+        saved = scaled(grad, *saved, *parameters)
     dx, dw, db = (s if n else None for s, n in zip(saved, ctx.needs))
     return (dx, dw, None, db, *(None,) * 14)
 
 
-loss_forward.register_autograd(_loss_backward, setup_context=_loss_setup)
+def _loss_autograd(ctx, grad, *_):
+    return _loss_gradients(ctx, grad, loss_backward)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("token_forward"), mutates_args=())
-def token_forward(
+loss_forward.register_autograd(_loss_autograd, setup_context=_loss_setup)
+
+
+class _LossForward(torch.autograd.Function):
+    """loss_forward without the operator: see `call`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _loss_forward(*inputs)
+        _loss_setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, *_):
+        return _loss_gradients(ctx, grad, _loss_backward)
+
+
+def _token_forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -188,6 +211,9 @@ def token_forward(
         return tuple(passes.token_statistics(problem, Wants(entropy, sum_log_probs, log_sum_sq, is_top1)))
 
 
+token_forward = torch.library.custom_op(add_op_namespace_prefix("token_forward"), _token_forward, mutates_args=())
+
+
 @token_forward.register_fake
 def _(
     hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, entropy, sum_log_probs,
@@ -211,8 +237,7 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.custom_op(add_op_namespace_prefix("token_backward"), mutates_args=())
-def token_backward(
+def _token_backward(
     grad_log_probs: Optional[Tensor],
     grad_entropy: Optional[Tensor],
     grad_lse: Optional[Tensor],
@@ -251,6 +276,9 @@ def token_backward(
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 
+token_backward = torch.library.custom_op(add_op_namespace_prefix("token_backward"), _token_backward, mutates_args=())
+
+
 @token_backward.register_fake
 def _(
     grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, hidden, weight, targets, bias, class_weight,
@@ -274,20 +302,71 @@ def _token_setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _token_backward(ctx, grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, *_):
+def _token_gradients(ctx, grads, gradients) -> tuple:
+    """The backward of token_forward; `gradients` is token_backward, or what it runs."""
+    log_probs, entropy, lse, sum_log_probs = grads[:4]
     grads = (
-        grad_log_probs,
-        grad_entropy if ctx.wants_entropy else None,  # of a 0-element output: not a gradient of anything
-        grad_lse,
-        grad_sum_log_probs if ctx.wants_sum else None,
+        log_probs,
+        entropy if ctx.wants_entropy else None,  # of a 0-element output: not a gradient of anything
+        lse,
+        sum_log_probs if ctx.wants_sum else None,
     )
-    none = (None,) * 18
     if all(g is None for g in grads):
-        return none
-    out = token_backward(*grads, *ctx.saved_tensors, *ctx.options)
-    needs = ctx.options[4:7]
-    dx, dw, db = (o if n else None for o, n in zip(out, needs))
+        return (None,) * 18
+    out = gradients(*grads, *ctx.saved_tensors, *ctx.options)
+    dx, dw, db = (o if n else None for o, n in zip(out, ctx.options[4:7]))
     return (dx, dw, None, db, *(None,) * 14)
 
 
-token_forward.register_autograd(_token_backward, setup_context=_token_setup)
+def _token_autograd(ctx, *grads):
+    return _token_gradients(ctx, grads, token_backward)
+
+
+token_forward.register_autograd(_token_autograd, setup_context=_token_setup)
+
+
+class _TokenForward(torch.autograd.Function):
+    """token_forward without the operator: see `call`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _token_forward(*inputs)
+        _token_setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        return _token_gradients(ctx, grads, _token_backward)
+
+
+# What an operator runs, and the same with its gradient.
+_DIRECT = {
+    loss_forward: (_loss_forward, _LossForward.apply),
+    loss_backward: (_loss_backward, loss_backward),
+    token_forward: (_token_forward, _TokenForward.apply),
+    token_backward: (_token_backward, token_backward),
+}
+
+
+def call(operator, *inputs):
+    """operator(*inputs), the short way where nobody is watching.
+
+    An operator costs some 0.3 ms of Python on the way in and as much in its backward, which small batches feel. What
+    it is for (torch.compile, fake tensors, functorch, dispatch modes) is not there in a plain eager call.
+    """
+    if torch.compiler.is_compiling() or _watched():
+        return operator(*inputs)
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
+        return operator(*inputs)
+    function, differentiable = _DIRECT[operator]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return differentiable(*inputs)
+    return function(*inputs)
+
+
+def _watched() -> bool:
+    """Whether dispatch modes (fake tensors, tracing, flop counters) or functorch transforms are active."""
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return transforms or torch._C._len_torch_dispatch_stack() > 0

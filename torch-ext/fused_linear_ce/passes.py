@@ -9,13 +9,13 @@ A target outside the vocabulary raises on the CPU. Elsewhere reading it would co
 run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
 
 from . import backends, validation
-from .backends.base import Head, Stats, Wants, accumulation_dtype
+from .backends.base import Head, Stats, Wants, accumulation_dtype, lost_by_rounding, target_chain
 from .loss import (
     Coefficients,
     LossOptions,
@@ -27,7 +27,6 @@ from .loss import (
 )
 from .plan import Call, Needs, Plan, decide
 
-_NUDGE = {torch.float32: 2.0**-30, torch.float64: 2.0**-60}  # see _row_factors
 _SLAB_BYTES = 64 << 20
 
 
@@ -41,6 +40,9 @@ class Rows:
 
     def __len__(self) -> int:
         return self.targets.shape[0]
+
+    def cut_targets(self, start: int, stop: int) -> torch.Tensor:
+        return self.targets if stop - start == len(self) else self.targets[start:stop]
 
     def take(self, tensor: Optional[torch.Tensor], start: int = 0, stop: Optional[int] = None):
         """The rows [start, stop) of a tensor of all N tokens; masked rows read as zero."""
@@ -88,8 +90,7 @@ def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int) -> Rows:
         if count < targets.shape[0]:
             index = torch.argsort(keep, descending=True, stable=True)[:count]
             targets = targets[index]
-    inside = (targets >= 0) & (targets < vocab)
-    return Rows(index, live, torch.where(inside, targets, torch.full_like(targets, -1)))
+    return Rows(index, live, torch.where(targets.clamp(0, vocab - 1) == targets, targets, -1))
 
 
 class Problem:
@@ -149,32 +150,6 @@ class Problem:
         return total
 
 
-def _row_factors(c: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, t / a) such that p_j a + t [j = y] = a (p_j + (t / a) [j = y]) can be formed for every row.
-
-    Where a is (nearly) zero beside t, the whole row is carried by its target's element: a is nudged to 2^-30 |t|
-    (float64: 2^-60), which changes the other elements by 1e-9 (1e-18) of t. A row with a = t = 0 has factor 0.
-    """
-    tiny = c.t.abs() * _NUDGE[c.t.dtype]
-    a = torch.where(c.a.abs() < tiny, torch.copysign(tiny, c.a), c.a)
-    return a, torch.where(a == 0, torch.full_like(a, -1.0), c.t / a)
-
-
-def _target_exps(stats: Stats, ratio: torch.Tensor, softcap: Optional[float]) -> torch.Tensor:
-    """What E[i, y_i] must be so that scale * E = chi * (p - onehot * -ratio): expm1 keeps p_y - 1 exact near 1."""
-    return _target_chain((torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale, stats, softcap)
-
-
-def _target_chain(value: torch.Tensor, stats: Stats, softcap: Optional[float]) -> torch.Tensor:
-    """value * chi at the target."""
-    return value if softcap is None else value * (1 - torch.square((stats.target + stats.max) / softcap))
-
-
-def _lost_by_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """The factor that rounding took off; 1 where nothing is left to multiply."""
-    return torch.where(rounded == 0, 1.0, exact / rounded.to(exact.dtype))
-
-
 class GradientSink:
     """Accumulates dX, dW and db over chunks; the first write to an accumulator overwrites it."""
 
@@ -189,28 +164,32 @@ class GradientSink:
         self.problem.backend.grad_weight(e, x, self.weight, self.weight_started)
         self.weight_started = True
 
+    def _hidden_buffer(self, start: int, stop: int) -> torch.Tensor:
+        """Where a chunk's dX is made: in place where it ends up."""
+        if self.problem.rows.index is None and self.hidden.dtype == self.problem.acc:
+            return self.hidden[start:stop]
+        return self.problem.new_accumulator(stop - start, self.hidden.shape[1])
+
+    def _put_hidden(self, values: torch.Tensor, start: int, stop: int) -> None:
+        if self.problem.rows.index is not None or self.hidden.dtype != self.problem.acc:
+            self.problem.rows.put(values, self.hidden, start, stop)
+
     def add_scaled(self, start: int, stop: int, x, e: torch.Tensor, stats: Stats, c: Coefficients) -> None:
-        """A chunk given as E: dlogits = logit_scale * (a scale E with its target element set) + the constant term."""
+        """A chunk given as E: dlogits = factor * E, once it is finished, + the constant term."""
         p, head = self.problem, self.problem.head
-        a, ratio = _row_factors(c)
-        column = p.rows.targets[start:stop].clamp(min=0).unsqueeze(1)
-        exact = _target_exps(stats, ratio, head.softcap)
-        rounded = exact.to(e.dtype)
-        e.scatter_(1, column, rounded.unsqueeze(1))
-        # The target's element outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the row
-        # factor takes up its rounding: what the others lose by that is less than what it gains.
-        factor = a * stats.scale * head.logit_scale * _lost_by_rounding(exact, rounded)
+        scaled = torch.empty(x.shape, dtype=e.dtype, device=x.device) if self.needs.weight else None
+        factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.t, scaled)
         constant = None if c.d is None else c.d * head.logit_scale
         if self.needs.hidden:
-            out = p.new_accumulator(stop - start, x.shape[1])
+            out = self._hidden_buffer(start, stop)
             p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
             out.mul_(factor.unsqueeze(1))
             if constant is not None:
                 self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
                 out.addr_(constant, self.row_sum)
-            p.rows.put(out, self.hidden, start, stop)
+            self._put_hidden(out, start, stop)
         if self.needs.weight:
-            self._add_weight(e, torch.mul(x, factor.unsqueeze(1)).to(e.dtype))
+            self._add_weight(e, scaled)
         if self.needs.bias:
             p.backend.grad_bias(e, factor, self.bias)
         if constant is not None and (self.needs.weight or self.needs.bias):
@@ -221,9 +200,9 @@ class GradientSink:
         """A chunk given as finished dlogits, in _in_units_of_target's unit per row."""
         p = self.problem
         if self.needs.hidden:
-            out = p.new_accumulator(stop - start, x.shape[1])
+            out = self._hidden_buffer(start, stop)
             p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
-            p.rows.put(out if unit is None else out.mul_(unit.unsqueeze(1)), self.hidden, start, stop)
+            self._put_hidden(out if unit is None else out.mul_(unit.unsqueeze(1)), start, stop)
         if self.needs.weight:
             self._add_weight(e, _in_units(x, unit, e.dtype))
         if self.needs.bias:
@@ -247,11 +226,11 @@ def row_scaled(c: Coefficients, softcap: Optional[float]) -> bool:
     return c.b is None and (c.d is None or softcap is None)
 
 
-def _live_coefficients(rows: Rows, c: Coefficients) -> Coefficients:
+def _live_coefficients(live: Optional[torch.Tensor], c: Coefficients) -> Coefficients:
     """Zero coefficients in masked rows (only while capturing)."""
-    if rows.live is None:
+    if live is None:
         return c
-    return Coefficients(*(None if v is None else torch.where(rows.live, v, torch.zeros_like(v)) for v in c))
+    return Coefficients(*(None if v is None else torch.where(live, v, torch.zeros_like(v)) for v in c))
 
 
 class LossResult(NamedTuple):
@@ -306,28 +285,36 @@ def loss_and_gradients(
         else output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),
         output(needs.bias, vocab, zero=True),
     )
-    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
-    loss_sum = torch.zeros((), dtype=acc, device=p.hidden.device)
     weight_sum = p.head.class_weight_sum() if wants.sum_log_probs else None
+    ones = torch.ones(len(rows), dtype=acc, device=p.hidden.device)
+
+    def row_coefficients(lse: Optional[torch.Tensor], start: int, stop: int) -> Coefficients:
+        one, *weights = (None if v is None else v[start:stop] for v in (ones, target_weight, token_weight))
+        upstream = token_loss_upstream(one, lse, *weights, options)
+        live = None if rows.live is None else rows.live[start:stop]
+        return _live_coefficients(live, coefficients(upstream, weight_sum, one))
+
+    # Only z-loss's depend on the statistics.
+    fixed = None if options.z_loss else row_coefficients(None, 0, len(rows))
+    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
     for start, stop in p.chunks():
         x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
-        part = replace(rows, live=None if rows.live is None else rows.live[start:stop])
-        p.backend.forward(x, rows.targets[start:stop], p.head, wants, s, e)
-        weights = tuple(None if w is None else w[start:stop] for w in (target_weight, token_weight))
-        losses = token_loss(s.log_prob, s.lse, s.sum_log_probs, *weights, options)
-        loss_sum += _live_sum(part, losses)
-        upstream = token_loss_upstream(torch.ones_like(losses), s.lse, *weights, options)
-        sink.add_scaled(start, stop, x, e, s, _live_coefficients(part, coefficients(upstream, weight_sum, losses)))
+        p.backend.forward(x, rows.cut_targets(start, stop), p.head, wants, s, e)
+        c = row_coefficients(s.lse, start, stop) if fixed is None else _cut(fixed, start, stop)
+        sink.add_scaled(start, stop, x, e, s, c)
+    log_prob = stats.log_prob
+    lse = stats.lse if options.z_loss else None
+    losses = token_loss(log_prob, lse, stats.sum_log_probs, target_weight, token_weight, options)
     sink.finish_constant()
     count = _count(rows, p.hidden.device)
     zero = torch.zeros((), dtype=acc, device=p.hidden.device)
     return LossResult(
-        loss_sum,
+        _live_sum(rows, losses),
         count.to(acc) if target_weight is None else _live_sum(rows, target_weight),
         count,
-        _live_sum(rows, stats.is_top1.to(torch.int64)) if metrics else torch.zeros_like(count),
+        _live_sum(rows, stats.is_top1) if metrics else torch.zeros_like(count),
         _live_sum(rows, stats.entropy) if metrics else zero,
-        -_live_sum(rows, stats.log_prob) if metrics else zero.clone(),
+        -_live_sum(rows, log_prob) if metrics else zero.clone(),
         sink.hidden,
         sink.weight,
         sink.bias,
@@ -377,10 +364,10 @@ def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
     kept_buffer = torch.empty(kept_exps_shape(p.call, n_tokens), dtype=p.e_dtype, device=device)
     kept = min(p.plan.kept_rows, len(rows))
     for start, stop in p.chunks(0, kept):
-        exps = kept_buffer[start:stop, :vocab]
-        p.backend.forward(p.x(start, stop), rows.targets[start:stop], p.head, wants, stats.rows(start, stop), exps)
+        x, targets, s = p.x(start, stop), rows.cut_targets(start, stop), stats.rows(start, stop)
+        p.backend.forward(x, targets, p.head, wants, s, kept_buffer[start:stop, :vocab])
     for start, stop in p.chunks(kept):
-        p.backend.forward(p.x(start, stop), rows.targets[start:stop], p.head, wants, stats.rows(start, stop))
+        p.backend.forward(p.x(start, stop), rows.cut_targets(start, stop), p.head, wants, stats.rows(start, stop))
 
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
         return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
@@ -416,7 +403,7 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     max_, log_sum, target, scale = (rows.take(t) for t in (saved.max, saved.log_sum, saved.target, saved.scale))
     stats = Stats(max_, log_sum, target, scale, entropy, None, None, None)
     weight_sum = head.class_weight_sum() if upstream.sum_log_probs is not None else None
-    c = _live_coefficients(rows, coefficients(upstream, weight_sum, log_sum))
+    c = _live_coefficients(rows.live, coefficients(upstream, weight_sum, log_sum))
     if rows.live is not None:
         stats.scale = torch.where(rows.live, stats.scale, 1.0)  # finite beside the zero coefficients of masked rows
     # A row without a class has NaN statistics, and a NaN gradient whatever its upstream is.
@@ -515,9 +502,9 @@ def _in_units_of_target(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coef
     if c.d is not None:
         weight = _target_weight(p.head.class_weight, p.rows, p.acc)
         exact += c.d if weight is None else c.d * weight
-    exact = _target_chain(exact, stats, p.head.softcap)
+    exact = target_chain(exact, stats, p.head.softcap)
     mantissa = torch.frexp(torch.exp(stats.log_sum)).mantissa
-    unit = _lost_by_rounding(exact, (exact * mantissa).to(p.e_dtype))
+    unit = lost_by_rounding(exact, (exact * mantissa).to(p.e_dtype))
     return Coefficients(*(None if v is None else v / unit for v in c)), unit
 
 
@@ -526,4 +513,6 @@ def _in_units(x: torch.Tensor, unit: Optional[torch.Tensor], dtype: torch.dtype)
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:
+    if stop - start == c.a.shape[0]:
+        return c
     return Coefficients(*(None if v is None else v[start:stop] for v in c))

@@ -1,4 +1,4 @@
-"""Backends: the same six functions (base.py), in torch operations (eager.py) and as Triton kernels (triton/)."""
+"""Backends: the same seven functions (base.py), in torch operations (eager.py) and as Triton kernels (triton/)."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a backend is: six functions on one chunk of tokens. The loop around them is passes.py.
+"""What a backend is: seven functions on one chunk of tokens. The loop around them is passes.py.
 
 Notation, for one token: x its hidden state, z = transform(x W^T + bias) its logits, y its target, m = max z,
 log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernels chi_j = 1 - (z_j / softcap)^2
@@ -7,6 +7,9 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
     forward(x, targets, head, wants, stats, exps)  fills the row statistics; with `exps` (R, V) also stores
                                            E_j = exp(z_j - c) chi_j, for a per-row reference c of the backend's choice,
                                            and stats.scale = exp(c - lse), so that p_j chi_j = stats.scale * E_j
+    finish(e, x, targets, head, stats, a, t, scaled)  puts the target's element into E, such that chi_j * dz_j of
+                                           loss.py (with b = d = 0), times logit_scale, is factor * E_j; returns the
+                                           factor (R,) and fills `scaled` (R, H) = factor * x, if it is not None
     dlogits(x, targets, head, stats, coefficients, out)  recomputes the logits and stores chi_j * dz_j of loss.py
     grad_hidden(e, weight, compute_dtype, out, accumulate)    out (R, H) (+)= e @ weight
     grad_weight(e, x, out, accumulate)     out (V, H) (+)= e^T @ x
@@ -82,6 +85,8 @@ class Stats:
 
     def rows(self, start: int, stop: int) -> "Stats":
         """Views of the rows [start, stop): what a chunk writes into."""
+        if start == 0 and stop == self.max.shape[0]:
+            return self
         parts = (getattr(self, f.name) for f in fields(self))
         return Stats(*(None if p is None else p[start:stop] for p in parts))
 
@@ -92,6 +97,21 @@ class Stats:
     @property
     def lse(self) -> torch.Tensor:
         return self.max + self.log_sum
+
+
+# A row whose a is nearly zero beside t is carried by its target's element alone: finish() takes |a| as NUDGE |t| at
+# least, which changes the other elements by 1e-9 (float64: 1e-18) of t.
+NUDGE = {torch.float32: 2.0**-30, torch.float64: 2.0**-60}
+
+
+def target_chain(value: torch.Tensor, stats: Stats, softcap: Optional[float]) -> torch.Tensor:
+    """value * chi at the target."""
+    return value if softcap is None else value * (1 - torch.square((stats.target + stats.max) / softcap))
+
+
+def lost_by_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """The factor that rounding took off; 1 where nothing is left to multiply."""
+    return torch.where(rounded == 0, 1.0, exact / rounded.to(exact.dtype))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ memory sees the chunk twice (the GEMM's store, the panel's load and store back) 
 import torch
 
 from ..loss import Coefficients, target_dlogit
-from .base import UPCAST_BYTES, Head, Stats, Wants
+from .base import NUDGE, UPCAST_BYTES, Head, Stats, Wants, lost_by_rounding, target_chain
 
 _PANEL_BYTES = 1 << 20  # elementwise panels: fits in a second-level cache
 _CONFIDENT = 1 + 2.0**-4  # a sum whose logarithm is taken from all terms but the largest, which is 1
@@ -163,6 +163,28 @@ def dlogits(
             weights = 1.0 if head.class_weight is None else head.class_weight.to(value.dtype)
             value.add_(d[at] * weights)
         torch.mul(value, 1.0 if chi is None else chi, out=out[start:stop])
+
+
+def row_factors(a: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, t / a), such that a (p_j + (t / a) [j = y]) is p_j a + t [j = y]; see base.NUDGE. (0, -1) if both are 0."""
+    tiny = t.abs() * NUDGE[t.dtype]
+    a = torch.where(a.abs() < tiny, torch.copysign(tiny, a), a)
+    return a, torch.where(a == 0, -1.0, t / a)
+
+
+def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Tensor, scaled=None) -> torch.Tensor:
+    """See base.py. dlogits = a scale (E + (t / a) onehot / scale), with p_y + t / a by expm1: near p_y = 1 it would
+    cancel. The target's element outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the
+    factor takes up its rounding: what the others lose by that is less than what it gains."""
+    a, ratio = row_factors(a, t)
+    exact = (torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale
+    exact = target_chain(exact, stats, head.softcap)
+    rounded = exact.to(e.dtype)
+    e.scatter_(1, targets.clamp(min=0).unsqueeze(1), rounded.unsqueeze(1))
+    factor = a * stats.scale * head.logit_scale * lost_by_rounding(exact, rounded)
+    if scaled is not None:
+        torch.mul(x, factor.unsqueeze(1), out=scaled)
+    return factor
 
 
 def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch.Tensor, accumulate: bool) -> None:

@@ -1,4 +1,4 @@
-"""The Triton backend: the six functions of base.py as launches of the kernels beside this file.
+"""The Triton backend: the seven functions of base.py as launches of the kernels beside this file.
 
 Every launch runs under the guard of its tensors' device and takes 64-bit offsets; nothing here synchronises.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...loss import Coefficients
-from ..base import Head, Stats, Wants
+from ..base import NUDGE, Head, Stats, Wants
 from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
@@ -73,6 +73,7 @@ class _Launch:
         self.class_weight = x if head.class_weight is None else head.class_weight.contiguous()
         softcap = 1.0 if head.softcap is None else head.softcap
         self.sizes = (self.rows, self.vocab, self.hidden_size, self.row_tiles, self.column_tiles)
+        self.strides = ()
         self.scalars = (head.logit_scale, softcap)
         self.flags = {
             "GROUP": t.group,
@@ -93,7 +94,7 @@ class _Launch:
             return
         self.forward_kernel, self.dlogits_kernel = fwd.forward_kernel, bwd.dlogits_kernel
         self.x, self.weight, self.out = x, weight, x if out is None else out
-        self.sizes += (x.stride(0), weight.stride(0), weight.stride(1), 0 if out is None else out.stride(0))
+        self.strides = (x.stride(0), weight.stride(0), weight.stride(1), 0 if out is None else out.stride(0))
         if t.loads == "descriptors":
             self.x = TensorDescriptor.from_tensor(x, [t.rows, t.depth])
             self.weight = TensorDescriptor.from_tensor(weight, [t.columns, t.depth])
@@ -110,13 +111,12 @@ class _Launch:
         }
 
 
-def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
-    """c_i of forward_kernels.py, (R,)."""
-    reference = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head, scratch: torch.Tensor) -> None:
+    """Writes c_i of forward_kernels.py into the scratch."""
     rows = 8
     weight = head.weight
     fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
-        x, weight, x if head.bias is None else head.bias.contiguous(), targets, reference,
+        x, weight, x if head.bias is None else head.bias.contiguous(), targets, scratch,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
@@ -124,7 +124,6 @@ def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tens
         SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
         COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
-    return reference
 
 
 def forward(
@@ -147,23 +146,13 @@ def forward(
         launch = _Launch(x, head, exps, tiles)
         store = exps is not None
         rows, device = launch.rows, x.device
-
-        def partial(wanted: bool = True) -> torch.Tensor:
-            shape = (launch.column_tiles, rows) if wanted else (0,)
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        partials = (
-            partial(), partial(), partial(wants.entropy), partial(wants.log_sum_sq), partial(wants.sum_log_probs),
-            torch.empty(launch.column_tiles, dtype=torch.float32, device=device),
-            torch.zeros(rows, dtype=torch.float32, device=device), torch.ones(rows, dtype=torch.int8, device=device),
-        )  # fmt: skip
-        reference, marks = stats.max, (targets, targets)  # pointers that the kernels will not read
+        # Pieces of two buffers, see row_scratch and tile_partials in logits.py.
+        planes = 2 + wants.entropy + wants.log_sum_sq + wants.sum_log_probs
+        plane = rows * launch.column_tiles
+        scratch = torch.empty(4 * rows + 1, dtype=torch.float32, device=device)
+        partials = torch.empty(planes * plane + launch.column_tiles, dtype=torch.float32, device=device)
         if store:
-            reference = _reference(x, targets, head)
-            marks = (
-                torch.empty(rows, dtype=torch.int32, device=device),
-                torch.zeros(1, dtype=torch.int32, device=device),
-            )
+            _reference(x, targets, head, scratch)
         asked = {"ENTROPY": wants.entropy, "SQUARES": wants.log_sum_sq, "SHIFTED": wants.sum_log_probs}
         unused = stats.max
         outputs = (stats.max, stats.log_sum, stats.target, stats.scale) + tuple(
@@ -175,24 +164,39 @@ def forward(
         )  # fmt: skip
         block = 16 if device.type == "cpu" else 32
         for repair in (False, True) if store else (False,):
-            how = launch
-            extra = {}
+            how, extra = launch, {}
             if how.tiles.loads != "pipeline":
                 extra = {"REPAIR": repair}
             elif repair:
                 # Rows that overflow are few: the kernel for all devices does them, in the same column tiles.
                 how, extra = _Launch(x, head, exps, tuning.REPAIR), {"REPAIR": True}
             how.forward_kernel[how.grid](
-                how.x, how.weight, how.bias, targets, how.class_weight, reference,
-                *(marks if extra else ()), how.out, *partials, *how.sizes, *how.scalars,
-                STORE=store, **extra, **asked, **how.flags,
+                how.x, how.weight, how.bias, targets, how.class_weight, scratch, how.out, partials,
+                *how.sizes, plane, *how.strides, *how.scalars, STORE=store, **extra, **asked, **how.flags,
             )  # fmt: skip
             fwd.combine_kernel[(triton.cdiv(rows, block),)](
-                targets, reference, *marks, *partials, *outputs, rows, launch.column_tiles,
+                targets, scratch, partials, *outputs, rows, launch.column_tiles, plane,
                 fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
                 ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
                 TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
             )  # fmt: skip
+
+
+def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Tensor, scaled=None) -> torch.Tensor:
+    """See base.py."""
+    rows, hidden_size = x.shape
+    factor = torch.empty(rows, dtype=torch.float32, device=e.device)
+    block = 4
+    if rows:
+        with _guard(e):
+            bwd.finish_kernel[(triton.cdiv(rows, block),)](
+                e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), t.contiguous(),
+                factor, x if scaled is None else scaled, rows, hidden_size, e.stride(0), x.stride(0),
+                head.logit_scale, 1.0 if head.softcap is None else head.softcap, NUDGE[torch.float32],
+                ROWS=block, COLUMNS=512, HAS_SOFTCAP=head.softcap is not None, SCALE_X=scaled is not None,
+                PRECISE=x.dtype == torch.float32, num_warps=4,
+            )  # fmt: skip
+    return factor
 
 
 def dlogits(
@@ -209,7 +213,7 @@ def dlogits(
             launch.x, launch.weight, launch.bias, targets, launch.class_weight,
             stats.max, stats.log_sum, stats.log_prob, unused if c.b is None else stats.entropy,
             c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
-            *launch.sizes, *launch.scalars,
+            *launch.sizes, *launch.strides, *launch.scalars,
             HAS_B=c.b is not None, HAS_D=c.d is not None, **launch.flags,
         )  # fmt: skip
 

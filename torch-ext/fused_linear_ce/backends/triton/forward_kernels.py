@@ -21,8 +21,10 @@ from .logits import (
     column_bias,
     exp,
     exponentials,
+    row_scratch,
     target_logit,
     tile_order,
+    tile_partials,
     tile_product,
     transform,
 )
@@ -33,15 +35,19 @@ LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
 
 @triton.jit
 def reference_kernel(
-    x, w, bias, targets, reference, R, V, H,
+    x, w, bias, targets, scratch, R, V, H,
     stride_xr, stride_wv, stride_wh, logit_scale, softcap,
     ROWS: tl.constexpr, DEPTH: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """reference = z of the target; 0 where there is none or it is not finite. One program for ROWS rows.
+    """reference = z of the target; 0 where there is none or it is not finite. One program for ROWS rows; the first
+    one clears the mark of rows that overflowed.
 
     It need not agree with forward_kernel to the last bit, only to a few nats.
     """
+    reference, _, _, _, any_marked = row_scratch(scratch, R)
+    if tl.program_id(0) == 0:
+        tl.store(any_marked, 0.0)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(targets + rows, mask=rows < R, other=-1)
     known = y >= 0
@@ -62,10 +68,8 @@ def reference_kernel(
 
 @triton.jit
 def forward_kernel(
-    x, w, bias, targets, class_weight,
-    reference, marked, any_marked,
-    exps, tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
-    R, V, H, row_tiles, column_tiles,
+    x, w, bias, targets, class_weight, scratch, exps, partials,
+    R, V, H, row_tiles, column_tiles, plane,
     stride_xr, stride_wv, stride_wh, stride_er, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
@@ -78,8 +82,12 @@ def forward_kernel(
     last three if asked for), with c the row's reference where E is stored and the tile's own maximum elsewhere. The
     tile that holds a row's target writes its logit, and whether an earlier class of the tile reaches it.
     """
+    reference, target_z, target_beaten, marked, any_marked = row_scratch(scratch, R)
+    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
+        partials, plane, ENTROPY, SQUARES, SHIFTED
+    )
     if REPAIR:
-        if tl.load(any_marked) == 0:
+        if tl.load(any_marked) == 0.0:
             return
     for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
@@ -90,7 +98,7 @@ def forward_kernel(
         live = rows < R
         run = True
         if REPAIR:
-            run = tl.max(tl.load(marked + rows, mask=live, other=0), 0) > 0
+            run = tl.max(tl.load(marked + rows, mask=live, other=0.0), 0) > 0.0
         if run:
             product = tile_product(
                 x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS,
@@ -114,7 +122,7 @@ def forward_kernel(
             if tl.max(here.to(tl.int32), 0) > 0:
                 z_y, before = target_logit(z, tl.arange(0, COLUMNS)[None, :] - y[:, None])
                 tl.store(target_z + rows, z_y, mask=here)
-                tl.store(target_beaten + rows, (before >= z_y).to(tl.int8), mask=here)
+                tl.store(target_beaten + rows, (before >= z_y).to(tl.float32), mask=here)
             class_w = (columns < V).to(tl.float32)
             if HAS_CLASS_WEIGHT:
                 class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
@@ -142,10 +150,9 @@ def forward_kernel(
 
 @triton.jit
 def combine_kernel(
-    targets, reference, marked, any_marked,
-    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
+    targets, scratch, partials,
     out_max, out_log_sum, out_target, out_scale, out_entropy, out_sum_log_probs, out_squares, out_top1,
-    R, column_tiles, limit,
+    R, column_tiles, plane, limit,
     ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, TOP1: tl.constexpr, COMPUTE: tl.constexpr,
@@ -156,12 +163,16 @@ def combine_kernel(
     whose maximum lies more than `limit` from c is marked and gets its maximum as new reference.
     Otherwise each tile used its own maximum and is rescaled to the row's.
     """
+    reference, target_z, target_beaten, marked, any_marked = row_scratch(scratch, R)
+    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
+        partials, plane, ENTROPY, SQUARES, SHIFTED
+    )
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < R
     if REPAIR:
-        if tl.load(any_marked) == 0:
+        if tl.load(any_marked) == 0.0:
             return
-        live = live & (tl.load(marked + rows, mask=live, other=0) > 0)
+        live = live & (tl.load(marked + rows, mask=live, other=0.0) > 0.0)
     y = tl.load(targets + rows, mask=live, other=-1)
     target_tile = y // COLUMNS
     m = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
@@ -220,10 +231,10 @@ def combine_kernel(
             weight += tl.sum(t_weight, 0)
     if STORE and not REPAIR:
         over = live & (tl.abs(m - c) > limit) & (m > float("-inf"))
-        tl.store(marked + rows, over.to(tl.int32), mask=live)
+        tl.store(marked + rows, over.to(tl.float32), mask=live)
         tl.store(reference + rows, m, mask=over)
         if tl.max(over.to(tl.int32), 0) > 0:
-            tl.atomic_max(any_marked, 1)
+            tl.store(any_marked, 1.0)
     z_y = tl.load(target_z + rows, mask=live, other=0.0)
     log_total = tl.log(total)
     log_sum = log_total + (c - m)
@@ -242,6 +253,6 @@ def combine_kernel(
     if SHIFTED:
         tl.store(out_sum_log_probs + rows, shifted - weight * log_sum + poison, mask=live)
     if TOP1:
-        beaten = tl.load(target_beaten + rows, mask=live, other=1)
-        top1 = (z_y == m) & (earlier < z_y) & (beaten == 0) & (log_sum == log_sum)
+        beaten = tl.load(target_beaten + rows, mask=live, other=1.0)
+        top1 = (z_y == m) & (earlier < z_y) & (beaten == 0.0) & (log_sum == log_sum)
         tl.store(out_top1 + rows, top1.to(tl.int8), mask=live)

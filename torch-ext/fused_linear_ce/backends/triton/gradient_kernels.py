@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .logits import chain, column_bias, gradient, target_gradient, tile_order, tile_product, transform
+from .logits import chain, column_bias, expm1, gradient, target_gradient, tile_order, tile_product, transform
 
 
 @triton.jit
@@ -54,6 +54,41 @@ def dlogits_kernel(
         else:
             at = out + rows.to(tl.int64)[:, None] * stride_or + columns[None, :]
             tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
+
+
+@triton.jit
+def finish_kernel(
+    e, x, targets, row_max, row_log_sum, row_target, row_scale, row_a, row_t, factor, scaled,
+    R, H, stride_er, stride_xr, logit_scale, softcap, nudge,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, SCALE_X: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """The torch backend's finish(), for ROWS rows a program."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < R
+    y = tl.load(targets + rows, mask=live, other=-1)
+    z_y = tl.load(row_target + rows, mask=live, other=0.0)
+    log_prob = z_y - tl.load(row_log_sum + rows, mask=live, other=0.0)
+    scale = tl.load(row_scale + rows, mask=live, other=1.0)
+    a = tl.load(row_a + rows, mask=live, other=0.0)
+    t = tl.load(row_t + rows, mask=live, other=0.0)
+    tiny = tl.abs(t) * nudge
+    a = tl.where(tl.abs(a) < tiny, tl.where(a < 0.0, -tiny, tiny), a)
+    ratio = tl.where(a == 0.0, -1.0, t / a)
+    exact = (expm1(log_prob, PRECISE) + (1.0 + ratio)) / scale
+    exact = chain(exact, z_y + tl.load(row_max + rows, mask=live, other=0.0), softcap, HAS_SOFTCAP)
+    rounded = exact.to(e.dtype.element_ty)
+    tl.store(e + rows.to(tl.int64) * stride_er + y, rounded, mask=live & (y >= 0))
+    lost = tl.where(rounded.to(tl.float32) == 0.0, 1.0, exact / rounded.to(tl.float32))
+    f = a * scale * logit_scale * lost
+    tl.store(factor + rows, f, mask=live)
+    if SCALE_X:
+        for k in range(0, H, COLUMNS):
+            columns = k + tl.arange(0, COLUMNS)
+            mask = live[:, None] & (columns < H)[None, :]
+            value = tl.load(x + rows.to(tl.int64)[:, None] * stride_xr + columns[None, :], mask=mask, other=0.0)
+            at = scaled + rows.to(tl.int64)[:, None] * H + columns[None, :]
+            tl.store(at, (value.to(tl.float32) * f[:, None]).to(scaled.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -34,9 +34,11 @@ from .logits import (
     column_bias,
     exponentials,
     gradient,
+    row_scratch,
     target_gradient,
     target_logit,
     tile_order,
+    tile_partials,
     transform,
 )
 
@@ -156,10 +158,13 @@ def _forward_tiles(
 ):  # fmt: skip
     """Consumer of forward_kernel: what forward_kernels.forward_kernel does with a tile, in two parts."""
     (
-        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, reference,
-        tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
-        R, V, H, row_tiles, column_tiles, logit_scale, softcap,
+        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
+        R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     ) = operands  # fmt: skip
+    reference, target_z, target_beaten, _, _ = row_scratch(scratch, R)
+    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
+        partials, plane, ENTROPY, SQUARES, SHIFTED
+    )
     COMPUTE: gl.constexpr = x_blocks.dtype
     size: gl.constexpr = ROWS // 2
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
@@ -203,7 +208,7 @@ def _forward_tiles(
             right_y, right_before = target_logit(z_1, (at + PART)[None, :] - y[:, None])
             z_y, before = left_y + right_y, gl.maximum(left_before, right_before)
             gl.store(target_z + rows, z_y, mask=here)
-            gl.store(target_beaten + rows, (before >= z_y).to(gl.int8), mask=here)
+            gl.store(target_beaten + rows, (before >= z_y).to(gl.float32), mask=here)
 
         total = gl.zeros([size], gl.float32, rows_of)
         dot, squares, shifted, weight = total, total, total, 0.0
@@ -241,9 +246,8 @@ def _forward_tiles(
 
 @gluon.jit
 def forward_kernel(
-    x, w, bias, targets, class_weight, reference,
-    exps, tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
-    R, V, H, row_tiles, column_tiles, logit_scale, softcap,
+    x, w, bias, targets, class_weight, scratch, exps, partials,
+    R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STORE: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     ENTROPY: gl.constexpr, SQUARES: gl.constexpr, SHIFTED: gl.constexpr,
@@ -257,9 +261,8 @@ def forward_kernel(
         staging = gl.allocate_shared_memory(exps.dtype, [2, ROWS // 2, PART], exps.layout)
     ready, empty = _ring()
     operands = (
-        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, reference,
-        tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight, target_z, target_beaten,
-        R, V, H, row_tiles, column_tiles, logit_scale, softcap,
+        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
+        R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     )  # fmt: skip
     gl.warp_specialize(
         [

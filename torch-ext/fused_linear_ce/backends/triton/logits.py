@@ -153,14 +153,36 @@ def gradient(z, m, log_sum, entropy, a, b, HAS_B: tl.constexpr, PRECISE: tl.cons
 
 
 @triton.jit
+def expm1(x, PRECISE: tl.constexpr):
+    """exp(x) - 1 for x <= 0, by its series where exp would cancel."""
+    series = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0))))
+    return tl.where(x > -0.05, series, exp(x, PRECISE) - 1.0)
+
+
+@triton.jit
 def target_gradient(log_prob, entropy, a, b, t, HAS_B: tl.constexpr, PRECISE: tl.constexpr):
     """The same at the target, with t: a (p_y - 1) + (a + t) by expm1, since for cross-entropy t = -a and a p_y + t
     would cancel."""
-    p_y = exp(log_prob, PRECISE)
-    # expm1: its series where exp would cancel
-    small = log_prob * (1.0 + log_prob * (0.5 + log_prob * (1.0 / 6.0 + log_prob * (1.0 / 24.0))))
-    minus_one = tl.where(log_prob > -0.05, small, p_y - 1.0)
-    value = a * minus_one + (a + t)
+    value = a * expm1(log_prob, PRECISE) + (a + t)
     if HAS_B:
-        value += b * p_y * (tl.maximum(log_prob, LOG_ZERO) + entropy)
+        value += b * exp(log_prob, PRECISE) * (tl.maximum(log_prob, LOG_ZERO) + entropy)
     return value
+
+
+@triton.jit
+def row_scratch(scratch, R):
+    """What a chunk's kernels leave for each other about a row: its reference, the target's z, whether an earlier class
+    of the target's tile reaches it, and whether E overflowed; then whether any did."""
+    return scratch, scratch + R, scratch + 2 * R, scratch + 3 * R, scratch + 4 * R
+
+
+@triton.jit
+def tile_partials(partials, plane, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr):
+    """Planes of (column tiles, rows): the maximum, and the sums of e, e (z - c), e^2 and w (z - c) where asked for;
+    then the sum of w over each column tile."""
+    total = partials + plane
+    dot = total + plane
+    squares = dot + plane if ENTROPY else dot
+    shifted = squares + plane if SQUARES else squares
+    weight = shifted + plane if SHIFTED else shifted
+    return partials, total, dot, squares, shifted, weight
