@@ -188,7 +188,7 @@ def test_a_returned_class_may_become_public_but_not_private_again():
     assert api.problems(public, BASE) == ["R left __all__", api.BREAKING]
 
 
-def test_another_order_is_no_change_but_has_to_be_written():
+def test_the_order_of_names_is_free_and_that_of_keywords_only_has_to_be_written():
     other = {**BASE, "names": dict(reversed(BASE["names"].items()))}
     assert api.problems(BASE, other) == []
     other = changed(PARAMETERS, [X, Y, "*", "l: int = 0", K])
