@@ -22,12 +22,12 @@ NOBODY = "http://127.0.0.1:9"  # the discard port: whoever asks this Hub fails
 
 @dataclass
 class Released:
-    """Two revisions on a local Hub; the second one has REVISION = 2."""
+    """Two revisions on a local Hub; the second one has REVISION = 2, and its release wrote the lock."""
 
     hub: RunningHub
-    checkout: Config
     first: str
     second: str
+    lock: Path
 
 
 def release(hub: RunningHub, config: Config, *options: str) -> str:
@@ -48,7 +48,8 @@ def served(tmp_path_factory):
         first = release(hub, config)
         append(config, "REVISION = 2")
         commit(config)
-        yield Released(hub, config, first, release(hub, config))
+        lock = directory / "kernels.lock"
+        yield Released(hub, first, release(hub, config, "--lock", str(lock)), lock)
 
 
 @pytest.fixture
@@ -169,19 +170,14 @@ def test_offline_from_a_folder(released, tmp_path):
 
 
 @pytest.fixture
-def consumer(tmp_path) -> Path:
+def consumer(released, tmp_path) -> Path:
+    """The example, with the lock of the release."""
     shutil.copytree(ROOT / "examples" / "consumer", tmp_path / "consumer")
+    shutil.copy(released.lock, tmp_path / "consumer")
     return tmp_path / "consumer"
 
 
-def lock(released: Released, consumer: Path) -> None:
-    """Release once more, which changes nothing, with a lock for the consumer."""
-    assert release(released.hub, released.checkout, "--lock", str(consumer / "kernels.lock")) == released.second
-
-
 def test_the_releases_lock_is_that_of_kernels_lock(released, consumer):
-    lock(released, consumer)
-    ours = json.loads((consumer / "kernels.lock").read_text())
     (consumer / "kernels.lock").unlink()
     refused = released.hub.run("kernels", "lock", str(consumer))
     assert refused.returncode == 1
@@ -189,11 +185,12 @@ def test_the_releases_lock_is_that_of_kernels_lock(released, consumer):
     released.hub.hub.trusted.add("trl-lib")
     done = released.hub.run("kernels", "lock", str(consumer))
     assert done.returncode == 0, done.stderr
-    assert json.loads((consumer / "kernels.lock").read_text()) == ours
+    theirs = json.loads((consumer / "kernels.lock").read_text())
+    assert theirs == json.loads(released.lock.read_text())
+    assert theirs[0]["lock"]["commit"] == released.second
 
 
 def test_the_consumer_runs_online_and_offline(released, consumer):
-    lock(released, consumer)
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
     online = released.hub.run("python", "consumer.py", cwd=consumer)
     assert online.returncode == 0, online.stderr
@@ -205,7 +202,7 @@ def test_the_consumer_runs_online_and_offline(released, consumer):
     assert failed.returncode == 1
     assert "Cannot find a local snapshot" in failed.stderr
 
-    download(released, "--revision", json.loads((consumer / "kernels.lock").read_text())[0]["lock"]["commit"])
+    download(released, "--revision", released.second)
     again = released.hub.run("python", "consumer.py", cwd=consumer, **offline)
     assert again.returncode == 0, again.stderr
     assert again.stdout == online.stdout
@@ -226,7 +223,6 @@ def test_kernels_versions_and_info(released):
 
 
 def test_kernels_download(released, consumer):
-    lock(released, consumer)
     done = released.hub.run("kernels", "download", str(consumer))
     assert done.returncode == 0, done.stderr
     snapshot = released.hub.home / "hub" / f"kernels--{REPO.replace('/', '--')}" / "snapshots" / released.second

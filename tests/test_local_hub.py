@@ -107,6 +107,14 @@ def test_what_is_not_there_has_its_own_error(repository):
     assert not api.file_exists(REPO, "nothing", repo_type="kernel")
 
 
+@pytest.mark.parametrize("body", ["{}", "[]", "nothing", '{"type": "dataset", "name": "x"}'])
+def test_a_request_that_lacks_something_is_refused(local_hub, body):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    response = get_session().post(f"{local_hub.endpoint}/api/repos/create", content=body, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]
+
+
 def test_a_model_repository_is_no_kernel(local_hub):
     api = local_hub.api()
     api.create_repo(REPO, repo_type="model")
@@ -195,6 +203,7 @@ def with_path(path: str) -> dict:
     ("lines", "code"),
     [
         ([FILE], 400),
+        ([{"key": "header", "value": "s"}, FILE], 400),
         ([HEADER, FILE, {"key": "lfsFile", "value": {"path": "b"}}], 400),
         ([HEADER, FILE, {"key": "file", "value": {"path": "b"}}], 400),
         ([HEADER, FILE, {"key": "file", "value": {**FILE["value"], "content": "!"}}], 400),

@@ -266,7 +266,8 @@ def test_a_build_that_is_not_in_order_is_refused(local_hub, checkout, monkeypatc
 def test_a_build_that_does_not_load_is_refused(local_hub, checkout):
     append(checkout, "from .nothing import name")
     commit(checkout)
-    with pytest.raises(release.ReleaseError, match=r"(?s)nothing was published.*doesn't load: ModuleNotFoundError: .*nothing"):
+    message = r"(?s)nothing was published.*doesn't load: ModuleNotFoundError: .*nothing"
+    with pytest.raises(release.ReleaseError, match=message):
         release.release(checkout, local_hub.api())
     assert writes(local_hub) == []
 

@@ -76,7 +76,7 @@ except Exception as error:
 
 
 def load_problems(out: Path) -> list[str]:
-    """What goes wrong when `kernels` imports a build, in a process of its own. Variants differ in their metadata only."""
+    """What goes wrong when `kernels` imports a build, in a process of its own. Variants differ in metadata alone."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", LOAD, str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -68,6 +68,7 @@ class Hub:
             EntryNotFound: _error(404, "EntryNotFound"),
             Conflict: _error(409),
             ValueError: _error(400),
+            KeyError: _error(400),  # something is missing in the request
             OSError: _error(507),  # no space left, for one
             pygit2.GitError: _error(500),
         }
@@ -280,7 +281,7 @@ def _parse_commit(body: bytes) -> tuple[dict, list[Upload | Deletion]]:
                 raise ValueError(f"commits of this Hub have no lines of key {key!r}")
         except (KeyError, TypeError, json.JSONDecodeError, binascii.Error) as error:
             raise ValueError(f"a line of the commit is malformed: {error!r}") from error
-    if header is None or not header.get("summary"):
+    if not isinstance(header, dict) or not header.get("summary"):
         raise ValueError("the commit has no header with a summary")
     return header, operations
 

@@ -294,13 +294,16 @@ def loss_and_gradients(
         live = None if rows.live is None else rows.live[start:stop]
         return _live_coefficients(live, coefficients(upstream, weight_sum, one))
 
-    # Only z-loss's depend on the statistics.
-    fixed = None if options.z_loss else row_coefficients(None, 0, len(rows))
+    fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
     for start, stop in p.chunks():
         x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
         p.backend.forward(x, rows.cut_targets(start, stop), p.head, wants, s, e)
-        c = row_coefficients(s.lse, start, stop) if fixed is None else _cut(fixed, start, stop)
+        if options.z_loss:
+            c = row_coefficients(s.lse, start, stop)
+        else:  # made when the device has its first work
+            fixed = row_coefficients(None, 0, len(rows)) if fixed is None else fixed
+            c = _cut(fixed, start, stop)
         sink.add_scaled(start, stop, x, e, s, c)
     log_prob = stats.log_prob
     lse = stats.lse if options.z_loss else None

@@ -17,7 +17,6 @@ from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
 
-WEIGHT_TILE = (128, 256)
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -88,9 +87,7 @@ class _Launch:
             from . import hopper
 
             self.forward_kernel, self.dlogits_kernel = hopper.forward_kernel, hopper.dlogits_kernel
-            self.x = hopper.descriptor(x, hopper.ROWS // 2, hopper.DEPTH)
-            self.weight = hopper.descriptor(weight, hopper.COLUMNS, hopper.DEPTH)
-            self.out = self.x if out is None else hopper.descriptor(out, hopper.ROWS // 2, hopper.PART)
+            self.x, self.weight, self.out = hopper.logits_descriptors(x, weight, out)
             return
         self.forward_kernel, self.dlogits_kernel = fwd.forward_kernel, bwd.dlogits_kernel
         self.x, self.weight, self.out = x, weight, x if out is None else out
@@ -254,13 +251,12 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
     from . import hopper
 
     (rows, vocab), hidden_size = e.shape, x.shape[1]
-    classes, width = WEIGHT_TILE
+    classes, width = tuning.weight_tile(hidden_size)
     class_tiles, width_tiles = triton.cdiv(vocab, classes), triton.cdiv(hidden_size, width)
     programs = min(tuning.multiprocessors(e.device), class_tiles * width_tiles)
     with _guard(e):
         hopper.weight_kernel[(programs,)](
-            hopper.descriptor(e, hopper.DEPTH, classes // 2), hopper.descriptor(x, hopper.DEPTH, width),
-            hopper.descriptor(out, classes // 2, width // 4), rows, class_tiles, width_tiles,
+            *hopper.weight_descriptors(e, x, out, classes, width), rows, class_tiles, width_tiles,
             PROGRAMS=programs, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
         )  # fmt: skip
 

@@ -15,6 +15,9 @@ A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrie
 both flip their phase every time round the ring. What a tile's values become is logits.py's, as in the other kernels.
 """
 
+import functools
+from typing import Optional
+
 import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -59,17 +62,34 @@ add_out = getattr(tma, "async_atomic_add", None) or _add_out
 
 ROWS = gl.constexpr(128)  # a tile of logits; each consumer has 64 of its rows
 COLUMNS = gl.constexpr(256)
-PART = gl.constexpr(128)  # columns that an epilogue has in hand at once
+PART = gl.constexpr(64)  # columns of a block that goes out, of 8 KiB
 DEPTH = gl.constexpr(64)  # of a block along the reduction
-STAGES = gl.constexpr(4)  # four rings of 48 KiB and the staging of the stores fill the shared memory
+STAGES = gl.constexpr(4)  # slots of 48 KiB each; with two blocks on their way out for each consumer, memory is full
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(40), gl.constexpr(232)
 
 
-def descriptor(tensor, rows, columns) -> TensorDescriptor:
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix for bulk copies of (rows, columns) blocks; beyond its edges they read zero and write nothing."""
-    block = [getattr(rows, "value", rows), getattr(columns, "value", columns)]
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[tensor.dtype]
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, kind))
+    layout = _shared_layout(rows, columns, tensor.dtype)
+    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [rows, columns], layout)
+
+
+def logits_descriptors(x: torch.Tensor, weight: torch.Tensor, out: Optional[torch.Tensor]) -> tuple:
+    """(x, w, exps or out) as forward_kernel and dlogits_kernel take them; without an `out` they won't touch it."""
+    a, w = descriptor(x, ROWS.value // 2, DEPTH.value), descriptor(weight, COLUMNS.value, DEPTH.value)
+    return a, w, a if out is None else descriptor(out, ROWS.value // 2, PART.value)
+
+
+def weight_descriptors(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, classes: int, width: int) -> tuple:
+    """(e, x, out) as weight_kernel takes them for its tile of classes x width."""
+    depth = DEPTH.value
+    return descriptor(e, depth, classes // 2), descriptor(x, depth, width), descriptor(out, classes // 2, width // 8)
 
 
 @gluon.jit
@@ -138,16 +158,36 @@ def _load_logits(
 
 
 @gluon.jit
-def _store_part(values, out, row, column, staging, ADD: gl.constexpr):
-    """out[row :, column :] (+)= values: through shared memory, in the background; waits only for the one before it.
+def _store_part(values, out, row, column, staging, slot: gl.constexpr, ADD: gl.constexpr):
+    """out[row :, column :] (+)= values: through shared memory, in the background; waits for the last but one before.
     The addition happens in the second-level cache: nothing is read here."""
-    tma.store_wait(0)
-    staging.store(values.to(staging.dtype))
+    tma.store_wait(1)
+    block = staging.index(slot)
+    block.store(values.to(staging.dtype))
     fence_async_shared()
     if ADD:
-        add_out(out, [row, column], staging)
+        add_out(out, [row, column], block)
     else:
-        copy_out(out, [row, column], staging)
+        copy_out(out, [row, column], block)
+
+
+@gluon.jit
+def _store_tile(half: gl.constexpr, tile, out, row, column, staging, layout: gl.constexpr, ADD: gl.constexpr):
+    """A consumer's tile, in as many parts as `layout`'s width asks for (4 or 8), through its two blocks of staging."""
+    parts: gl.constexpr = tile.shape[1] // staging.shape[2]
+    for i in gl.static_range(2):
+        side = _halves(tile)[i]
+        for j in gl.static_range(2):
+            quarter = _halves(side)[j]
+            if parts == 4:
+                part = gl.convert_layout(quarter, layout)
+                at = column + (2 * i + j) * staging.shape[2]
+                _store_part(part, out, row, at, staging, 2 * half + j, ADD)
+            else:
+                for k in gl.static_range(2):
+                    part = gl.convert_layout(_halves(quarter)[k], layout)
+                    at = column + (4 * i + 2 * j + k) * staging.shape[2]
+                    _store_part(part, out, row, at, staging, 2 * half + k, ADD)
 
 
 @gluon.jit
@@ -156,7 +196,7 @@ def _forward_tiles(
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     ENTROPY: gl.constexpr, SQUARES: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of forward_kernel: what forward_kernels.forward_kernel does with a tile, in two parts."""
+    """Consumer of forward_kernel: what forward_kernels.forward_kernel does with a tile."""
     (
         x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
@@ -167,8 +207,8 @@ def _forward_tiles(
     )
     COMPUTE: gl.constexpr = x_blocks.dtype
     size: gl.constexpr = ROWS // 2
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
     rows_of: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
@@ -182,54 +222,32 @@ def _forward_tiles(
         c = gl.zeros([size], gl.float32, rows_of)
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
-        accumulator = gl.zeros([size, COLUMNS], gl.float32, whole)
-        accumulator, step = _product(half, x_blocks, w_blocks, ready, empty, step, accumulator, H, True)
+        z = gl.zeros([size, COLUMNS], gl.float32, layout)
+        z, step = _product(half, x_blocks, w_blocks, ready, empty, step, z, H, True)
 
-        at = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-        left, right = _halves(accumulator)
-        parts = (gl.convert_layout(left, layout), gl.convert_layout(right, layout))
-        beta_0, beta_1 = 0.0, 0.0
+        at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        columns = column + at
         if HAS_BIAS:
-            beta_0 = column_bias(bias, column + at, V, COMPUTE)[None, :]
-            beta_1 = column_bias(bias, column + PART + at, V, COMPUTE)[None, :]
-        z_0 = transform(parts[0], beta_0, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
-        z_1 = transform(parts[1], beta_1, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
+            z += column_bias(bias, columns, V, COMPUTE)[None, :]
+        z = transform(z, 0.0, logit_scale, softcap, COMPUTE, SCALED, False, HAS_SOFTCAP)
         if column + COLUMNS > V:
             # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
-            outside = c[:, None] + LOG_ZERO if STORE else gl.full([size, PART], float("-inf"), gl.float32, layout)
-            z_0 = gl.where((column + at < V)[None, :], z_0, outside)
-            z_1 = gl.where((column + PART + at < V)[None, :], z_1, outside)
-        m = gl.maximum(gl.max(z_0, 1), gl.max(z_1, 1))
+            outside = c[:, None] + LOG_ZERO if STORE else gl.full([size, COLUMNS], float("-inf"), gl.float32, layout)
+            z = gl.where((columns < V)[None, :], z, outside)
+        m = gl.max(z, 1)
         if not STORE:
             c = gl.where(m == float("-inf"), 0.0, m)
         here = (y >= 0) & (y < COLUMNS)
         if gl.max(here.to(gl.int32), 0) > 0:
-            left_y, left_before = target_logit(z_0, at[None, :] - y[:, None])
-            right_y, right_before = target_logit(z_1, (at + PART)[None, :] - y[:, None])
-            z_y, before = left_y + right_y, gl.maximum(left_before, right_before)
+            z_y, before = target_logit(z, at[None, :] - y[:, None])
             gl.store(target_z + rows, z_y, mask=here)
             gl.store(target_beaten + rows, (before >= z_y).to(gl.float32), mask=here)
-
-        total = gl.zeros([size], gl.float32, rows_of)
-        dot, squares, shifted, weight = total, total, total, 0.0
-        zs = (z_0, z_1)
-        for i in gl.static_range(2):
-            z = zs[i]
-            columns = column + i * PART + at
-            class_w = (columns < V).to(gl.float32)
-            if HAS_CLASS_WEIGHT:
-                class_w = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
-            e, e_total, e_dot, e_squares, e_shifted = exponentials(
-                z, c, class_w, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, False
-            )
-            total += e_total
-            dot += e_dot
-            squares += e_squares
-            shifted += e_shifted
-            weight += gl.sum(class_w, 0)
-            if STORE:
-                value = chain(e, z, softcap, HAS_SOFTCAP)
-                _store_part(value, exps, row, column + i * PART, staging.index(half), False)
+        class_w = (columns < V).to(gl.float32)
+        if HAS_CLASS_WEIGHT:
+            class_w = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
+        e, total, dot, squares, shifted = exponentials(
+            z, c, class_w, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, False
+        )
         partial = column_tile.to(gl.int64) * R + rows
         gl.store(tile_max + partial, m, mask=live)
         gl.store(tile_sum + partial, total, mask=live)
@@ -239,7 +257,9 @@ def _forward_tiles(
             gl.store(tile_squares + partial, squares, mask=live)
         if SHIFTED:
             gl.store(tile_shifted + partial, shifted, mask=live)
-            gl.store(tile_weight + column_tile, weight)  # the same from every row tile
+            gl.store(tile_weight + column_tile, gl.sum(class_w, 0))  # the same from every row tile
+        if STORE:
+            _store_tile(half, chain(e, z, softcap, HAS_SOFTCAP), exps, row, column, staging, part, False)
     if STORE:
         tma.store_wait(0)
 
@@ -253,12 +273,12 @@ def forward_kernel(
     ENTROPY: gl.constexpr, SQUARES: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
     """forward_kernels.forward_kernel without its repair: the same partial statistics and the same E, from x and w as
-    tensor descriptors of (64, 64) and (256, 64) blocks and exps of (64, 128)."""
+    tensor descriptors of (64, 64) and (256, 64) blocks and exps of (64, 64)."""
     x_blocks = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS // 2, DEPTH], x.layout)
     w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
     staging = x_blocks
     if STORE:
-        staging = gl.allocate_shared_memory(exps.dtype, [2, ROWS // 2, PART], exps.layout)
+        staging = gl.allocate_shared_memory(exps.dtype, [4, ROWS // 2, PART], exps.layout)
     ready, empty = _ring()
     operands = (
         x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
@@ -295,16 +315,17 @@ def _dlogits_tiles(
     ) = operands  # fmt: skip
     COMPUTE: gl.constexpr = x_blocks.dtype
     size: gl.constexpr = ROWS // 2
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
     rows_of: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
+        column = column_tile * COLUMNS
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
-        y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column_tile * COLUMNS
+        y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
         m = gl.load(row_max + rows, mask=live, other=0.0)
         log_sum = gl.load(row_log_sum + rows, mask=live, other=0.0)
         a = gl.load(row_a + rows, mask=live, other=0.0)
@@ -314,31 +335,26 @@ def _dlogits_tiles(
             entropy = gl.load(row_entropy + rows, mask=live, other=0.0)
         if HAS_D:
             d = gl.load(row_d + rows, mask=live, other=0.0)
-        accumulator = gl.zeros([size, COLUMNS], gl.float32, whole)
-        accumulator, step = _product(half, x_blocks, w_blocks, ready, empty, step, accumulator, H, True)
+        z = gl.zeros([size, COLUMNS], gl.float32, layout)
+        z, step = _product(half, x_blocks, w_blocks, ready, empty, step, z, H, True)
 
-        has_target = gl.max(((y >= 0) & (y < COLUMNS)).to(gl.int32), 0) > 0
-        at = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-        halves = _halves(accumulator)
-        for i in gl.static_range(2):
-            first = column_tile * COLUMNS + i * PART
-            columns = first + at
-            z = gl.convert_layout(halves[i], layout)
-            if HAS_BIAS:
-                z += column_bias(bias, columns, V, COMPUTE)[None, :]
-            z = transform(z, 0.0, logit_scale, softcap, COMPUTE, SCALED, False, HAS_SOFTCAP)
-            value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
-            if has_target:
-                t = gl.load(row_t + rows, mask=live, other=0.0)
-                log_prob = gl.load(row_log_prob + rows, mask=live, other=0.0)
-                at_target = target_gradient(log_prob, entropy, a, b, t, HAS_B, False)
-                value = gl.where(at[None, :] + i * PART == y[:, None], at_target[:, None], value)
-            if HAS_D:
-                w_j = gl.full([PART], 1.0, gl.float32, gl.SliceLayout(0, layout))
-                if HAS_CLASS_WEIGHT:
-                    w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
-                value += d[:, None] * w_j[None, :]
-            _store_part(chain(value, z, softcap, HAS_SOFTCAP), out, row, first, staging.index(half), False)
+        at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        columns = column + at
+        if HAS_BIAS:
+            z += column_bias(bias, columns, V, COMPUTE)[None, :]
+        z = transform(z, 0.0, logit_scale, softcap, COMPUTE, SCALED, False, HAS_SOFTCAP)
+        value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
+        if gl.max(((y >= 0) & (y < COLUMNS)).to(gl.int32), 0) > 0:
+            t = gl.load(row_t + rows, mask=live, other=0.0)
+            log_prob = gl.load(row_log_prob + rows, mask=live, other=0.0)
+            at_target = target_gradient(log_prob, entropy, a, b, t, HAS_B, False)
+            value = gl.where(at[None, :] == y[:, None], at_target[:, None], value)
+        if HAS_D:
+            w_j = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(0, layout))
+            if HAS_CLASS_WEIGHT:
+                w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
+            value += d[:, None] * w_j[None, :]
+        _store_tile(half, chain(value, z, softcap, HAS_SOFTCAP), out, row, column, staging, part, False)
     tma.store_wait(0)
 
 
@@ -353,7 +369,7 @@ def dlogits_kernel(
     """gradient_kernels.dlogits_kernel: the gradient family of loss.py, with the logits recomputed."""
     x_blocks = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS // 2, DEPTH], x.layout)
     w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
-    staging = gl.allocate_shared_memory(out.dtype, [2, ROWS // 2, PART], out.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [4, ROWS // 2, PART], out.layout)
     ready, empty = _ring()
     operands = (
         x_blocks, w_blocks, ready, empty, staging, out, bias, targets, class_weight,
@@ -402,20 +418,14 @@ def _weight_tiles(
     """Consumer of weight_kernel."""
     e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles = operands
     size: gl.constexpr = CLASSES // 2
-    part: gl.constexpr = WIDTH // 4
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, part, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 8, 16])
     step = 0
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
-        accumulator = gl.zeros([size, WIDTH], gl.float32, whole)
+        accumulator = gl.zeros([size, WIDTH], gl.float32, layout)
         accumulator, step = _product(half, e_blocks, x_blocks, ready, empty, step, accumulator, R, False)
-        halves = _halves(accumulator)
-        for i in gl.static_range(2):
-            quarters = _halves(halves[i])
-            for j in gl.static_range(2):
-                value = gl.convert_layout(quarters[j], layout)
-                _store_part(value, out, first, column + (2 * i + j) * part, staging.index(half), ACCUMULATE)
+        _store_tile(half, accumulator, out, first, column, staging, part, ACCUMULATE)
     tma.store_wait(0)
 
 
@@ -425,14 +435,14 @@ def weight_kernel(
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """out (V, H) fp32 (+)= e^T x in tiles of CLASSES x WIDTH, for e (R, V) and x (R, H) as tensor descriptors of
-    (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 4).
+    (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 8).
 
     The tiles of a class tile run side by side, so e is read from memory once. What the library's GEMM with an addition
     pays for reading and writing `out` at the end of each tile is hidden here behind the other consumer's product.
     """
     e_blocks = gl.allocate_shared_memory(e.dtype, [2 * STAGES, DEPTH, CLASSES // 2], e.layout)
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
-    staging = gl.allocate_shared_memory(out.dtype, [2, CLASSES // 2, WIDTH // 4], out.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
     ready, empty = _ring()
     operands = (e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles)
     gl.warp_specialize(

@@ -103,3 +103,10 @@ def tiles(device: torch.device, dtype: torch.dtype, hidden_size: int, aligned: b
         if hidden_size <= entry["max_hidden_size"] and entry["tiles"]["loads"] == best:
             return Tiles(**entry["tiles"])
     return HEURISTICS[f"half_{best}"]
+
+
+def weight_tile(hidden_size: int) -> tuple[int, int]:
+    """(classes, columns) of a tile of hopper.weight_kernel: the wide one needs less of the shared memory's bandwidth,
+    the narrow one wastes less at the edge."""
+    wasted = -hidden_size % 256
+    return (256, 128) if wasted >= 128 and hidden_size < 4096 else (128, 256)
