@@ -18,6 +18,9 @@ import torch
 REPO_ID = "trl-lib/fused-linear-ce"
 DEVICE = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
 
+# Tests that take a `dev` run on the CPU, and with -m gpu on the accelerator.
+DEVICES = ["cpu", pytest.param(DEVICE if DEVICE != "cpu" else "cuda", marks=pytest.mark.gpu)]
+
 if DEVICE == "cpu":
     # Triton's interpreter runs the kernels on CPU tensors. Triton reads this when a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,6 +39,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture(params=DEVICES)
+def dev(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="session")

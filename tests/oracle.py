@@ -17,10 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .conftest import DEVICE
-
-# Tests that take a `dev` fixture of these run on the CPU, and with -m gpu on the accelerator.
-DEVICES = ["cpu", pytest.param(DEVICE if DEVICE != "cpu" else "cuda", marks=pytest.mark.gpu)]
 HALF = (torch.bfloat16, torch.float16)
 DIFFERENTIABLE = ("log_probs", "entropy", "lse")
 PER_TOKEN = (*DIFFERENTIABLE, "mean_logits", "log_sum_sq_probs", "is_top1")
@@ -243,6 +239,8 @@ def reference_log_probs(
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
 
+N, V, H = 150, 301, 40  # tokens, classes and width, where a test does not say others
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -268,7 +266,7 @@ class Inputs:
 
 
 def make_inputs(
-    device="cpu", dtype=torch.float32, lead=(150,), vocab=301, hidden_size=40, bias=True, ignored=0.3,
+    device="cpu", dtype=torch.float32, lead=(N,), vocab=V, hidden_size=H, bias=True, ignored=0.3,
     ignore_index=-100, spread=2.0, seed=0,
 ) -> Inputs:  # fmt: skip
     """Random inputs whose logits have a standard deviation of about `spread`, with about `ignored` of the targets
@@ -403,6 +401,10 @@ def check_log_probs(values: dict, expected: dict, dtype: torch.dtype, *, noise: 
 # --- workspaces ------------------------------------------------------------------------------------------------------
 
 PLANS = ("forward", "kept", "recompute", "slab")
+
+
+def upstream_of(reduction: str) -> str:
+    return "token" if reduction == "none" else "scalar"
 
 
 def plan_of(kernel, inputs: Inputs, workspace=None, *, upstream="scalar", row_scaled=True, needs=(True, True, True)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from . import oracle
+from .conftest import DEVICES
 from .oracle import as_leaf, assert_same_bits, gradient_tolerance, make_inputs, reference, relative_error
 
 
@@ -37,7 +37,7 @@ def replaced(layer, head):
     return head
 
 
-@pytest.mark.parametrize("dev", oracle.DEVICES)
+@pytest.mark.parametrize("dev", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False, None], ids=["bias", "bias None", "no bias attribute"])
 @pytest.mark.parametrize("lead", [(12,), (3, 4)], ids=str)

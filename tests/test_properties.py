@@ -17,24 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from . import oracle
-from .oracle import (
-    DIFFERENTIABLE,
-    HALF,
-    PER_TOKEN,
-    Inputs,
-    check,
-    check_gradients,
-    check_log_probs,
-    gradient_tolerance,
-    make_inputs,
-    plan_of,
-    random,
-    reference,
-    reference_log_probs,
-    run,
-    run_log_probs,
-    smallest_workspace,
-)
+from .conftest import DEVICES
 
 EXAMPLES = os.environ.get("FUSED_LINEAR_CE_EXAMPLES")
 SETTINGS = {
@@ -46,11 +29,12 @@ SETTINGS = {
     "phases": (Phase.explicit, Phase.generate, Phase.shrink),
     **({"database": None} if EXAMPLES is None else {}),
 }
-DEVICES = [
+ACCELERATOR = DEVICES[1]
+RUNS = [
     ("cpu", int(EXAMPLES or 300), ()),
-    (oracle.DEVICES[1].values[0], int(EXAMPLES or 30), oracle.DEVICES[1].marks),
+    (ACCELERATOR.values[0], int(EXAMPLES or 30), ACCELERATOR.marks),
 ]
-DEVICES = [pytest.param(device, examples, id=device, marks=marks) for device, examples, marks in DEVICES]
+RUNS = [pytest.param(device, examples, id=device, marks=marks) for device, examples, marks in RUNS]
 
 
 @st.composite
@@ -77,14 +61,14 @@ LAYOUTS = {
 
 
 @st.composite
-def problems(draw, device: str) -> tuple[Inputs, dict]:
+def problems(draw, device: str) -> tuple[oracle.Inputs, dict]:
     """Inputs, and the options that both functions have."""
     lead = draw(leading_shapes())
     vocab = draw(st.one_of(st.integers(1, 300), st.sampled_from([1, 2, 127, 128, 129, 255, 256, 257])))
     hidden_size = draw(st.one_of(st.integers(1, 48), st.sampled_from([8, 16, 32, 64])))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]))
     ignore_index = draw(st.one_of(st.sampled_from([-100, -1, vocab, 10**6]), st.integers(0, vocab - 1)))
-    inputs = make_inputs(
+    inputs = oracle.make_inputs(
         device, dtype, lead, vocab, hidden_size,
         bias=draw(st.booleans()),
         ignored=draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
@@ -100,7 +84,7 @@ def problems(draw, device: str) -> tuple[Inputs, dict]:
         masked[draw(st.integers(0, vocab - 1))] = False
         inputs.bias[masked] = -math.inf
     layouts = [LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))] for _ in range(4)]
-    inputs = Inputs(*(None if t is None else f(t) for f, t in zip(layouts, inputs.positional())))
+    inputs = oracle.Inputs(*(None if t is None else f(t) for f, t in zip(layouts, inputs.positional())))
     return inputs, {
         "ignore_index": ignore_index,
         "logit_scale": draw(st.sampled_from([1.0, 1.0, 0.5, 1.7])),
@@ -113,7 +97,7 @@ def workspaces(draw, kernel, inputs, needs, **how) -> "int | None":
     """The default, or from the smallest that such a call admits to a thousand times that."""
     if not any(needs) or draw(st.booleans()):
         return None
-    least = smallest_workspace(kernel, inputs, needs=needs, **how)
+    least = oracle.smallest_workspace(kernel, inputs, needs=needs, **how)
     return least + int(least * draw(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 1000.0])))
 
 
@@ -126,21 +110,21 @@ def needed(inputs) -> st.SearchStrategy:
 
 def noise(dtype: torch.dtype, device: str) -> float:
     """What a sum whose terms cancel may be off by, as a part of those terms: a few roundings of each."""
-    if dtype in HALF and device != "cpu":
+    if dtype in oracle.HALF and device != "cpu":
         return 4e-3  # the exponentials are bf16 there
     return 1e-14 if dtype == torch.float64 else 2e-6
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """The contract's, but for bfloat16's own rounding of a single element, which no average makes smaller here."""
-    return 2.0**-8 if dtype == torch.bfloat16 else gradient_tolerance(dtype)
+    return 2.0**-8 if dtype == torch.bfloat16 else oracle.gradient_tolerance(dtype)
 
 
 def masks(inputs) -> bool:
     return inputs.bias is not None and bool((inputs.bias == -math.inf).any())
 
 
-@pytest.mark.parametrize(("device", "examples"), DEVICES)
+@pytest.mark.parametrize(("device", "examples"), RUNS)
 def test_loss_and_gradients(kernel, device, examples):
     @settings(max_examples=examples, **SETTINGS)
     @given(st.data())
@@ -158,9 +142,9 @@ def test_loss_and_gradients(kernel, device, examples):
             options["label_smoothing"] = data.draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
         options["z_loss"] = data.draw(st.sampled_from([0.0, 0.0, 1e-3, 0.5]))
         if data.draw(st.booleans(), label="class_weight"):
-            options["class_weight"] = random((vocab,), device, exact, seed=5).abs() + 0.1
+            options["class_weight"] = oracle.random((vocab,), device, exact, seed=5).abs() + 0.1
         if data.draw(st.booleans(), label="token_weight"):
-            options["token_weight"] = random(lead, device, exact, seed=6).abs()
+            options["token_weight"] = oracle.random(lead, device, exact, seed=6).abs()
         needs = data.draw(needed(inputs), label="needs")
         upstream = {
             "mean": st.sampled_from([None, 0.0, 1.0, -2.5]),
@@ -169,8 +153,11 @@ def test_loss_and_gradients(kernel, device, examples):
         g = data.draw(upstream, label="upstream")
         if options["reduction"] == "none":
             ones = torch.ones((), device=device, dtype=exact)
-            g = {"random": random(lead, device, exact, seed=7), "ones": torch.ones(lead, device=device, dtype=exact),
-                 "expanded": (2 * ones).expand(lead)}[g]  # fmt: skip
+            g = {
+                "random": oracle.random(lead, device, exact, seed=7),
+                "ones": torch.ones(lead, device=device, dtype=exact),
+                "expanded": (2 * ones).expand(lead),
+            }[g]
         elif g is not None:
             g = torch.tensor(g, device=device, dtype=exact)
         how = {
@@ -180,16 +167,16 @@ def test_loss_and_gradients(kernel, device, examples):
         options["workspace"] = data.draw(workspaces(kernel, inputs, needs, **how), label="workspace")
         hypothesis.note(f"sizes {inputs.sizes}, {dtype}; {options}; needs {needs}; upstream {g}")
         if any(needs):
-            hypothesis.note(str(plan_of(kernel, inputs, options["workspace"], needs=needs, **how)))
+            hypothesis.note(str(oracle.plan_of(kernel, inputs, options["workspace"], needs=needs, **how)))
 
-        outcome = run(kernel, inputs, upstream=g, needs=needs, return_metrics=True, **options)
-        expected = reference(*inputs.positional(), upstream=g, **options)
-        check(outcome, expected, dtype, tolerance=tolerance(dtype), noise=noise(dtype, device))
+        outcome = oracle.run(kernel, inputs, upstream=g, needs=needs, return_metrics=True, **options)
+        expected = oracle.reference(*inputs.positional(), upstream=g, **options)
+        oracle.check(outcome, expected, dtype, tolerance=tolerance(dtype), noise=noise(dtype, device))
 
     holds()
 
 
-@pytest.mark.parametrize(("device", "examples"), DEVICES)
+@pytest.mark.parametrize(("device", "examples"), RUNS)
 def test_log_probs_with_an_upstream_gradient_for_every_output(kernel, device, examples):
     @settings(max_examples=examples, **SETTINGS)
     @given(st.data())
@@ -197,26 +184,30 @@ def test_log_probs_with_an_upstream_gradient_for_every_output(kernel, device, ex
         inputs, options = data.draw(problems(device), label="problem")
         dtype = inputs.hidden.dtype
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        names = [n for n in PER_TOKEN if n != "mean_logits" or not masks(inputs) or options["softcap"] is not None]
+        names = [
+            n for n in oracle.PER_TOKEN if n != "mean_logits" or not masks(inputs) or options["softcap"] is not None
+        ]
         outputs = tuple(data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True), label="outputs"))
         needs = data.draw(needed(inputs), label="needs")
-        candidates = [name for name in outputs if name in DIFFERENTIABLE]
+        candidates = [name for name in outputs if name in oracle.DIFFERENTIABLE]
         chosen = data.draw(st.lists(st.sampled_from(candidates), unique=True), label="upstream") if candidates else []
         upstream = {}
         for name in chosen:
-            upstream[name] = random(
+            upstream[name] = oracle.random(
                 tuple(inputs.targets.shape), device, exact, seed=data.draw(st.integers(0, 9), label=f"seed of {name}")
             )
         how = {"upstream": "token", "row_scaled": "entropy" not in outputs or not any(needs)}
         options["workspace"] = data.draw(workspaces(kernel, inputs, needs, **how), label="workspace")
         hypothesis.note(f"sizes {inputs.sizes}, {dtype}; {options}; needs {needs}")
 
-        values, outcome = run_log_probs(kernel, inputs, outputs=outputs, upstream=upstream, needs=needs, **options)
-        expected, gradients = reference_log_probs(*inputs.positional(), upstream=upstream, **options)
+        values, outcome = oracle.run_log_probs(
+            kernel, inputs, outputs=outputs, upstream=upstream, needs=needs, **options
+        )
+        expected, gradients = oracle.reference_log_probs(*inputs.positional(), upstream=upstream, **options)
         # a log-probability of nearly 0 is a difference of logits of this size
         size = float(expected["lse"].abs().max()) if expected["lse"].numel() else 0.0
-        check_log_probs(values, expected, dtype, noise=(1e-15 if dtype == torch.float64 else 1e-6) * (1 + size))
+        oracle.check_log_probs(values, expected, dtype, noise=(1e-15 if dtype == torch.float64 else 1e-6) * (1 + size))
         if upstream and any(needs):
-            check_gradients(outcome, gradients, tolerance(dtype), noise=noise(dtype, device))
+            oracle.check_gradients(outcome, gradients, tolerance(dtype), noise=noise(dtype, device))
 
     holds()

@@ -9,6 +9,7 @@ A target outside the vocabulary raises on the CPU. Elsewhere reading it would co
 run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -495,9 +496,9 @@ def _in_units_of_target(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coef
     """(coefficients, unit) with coefficients * unit = c, such that the target's dlogit loses nothing to rounding.
 
     bf16 rounds p_y - 1 to -1 wherever p_y < 2^-9: the same way in every row, while its errors in the other elements
-    cancel in sums over rows. The unit, (R,), within [1, 2] or so, is given back to dX, to the x of dW and to db's sum.
-    It must not be near 1 itself, or rounding x * unit would lose it as well: hence a mantissa that varies from row to
-    row, that of sum exp(z - max). None where dlogits are not rounded.
+    cancel in sums over rows. The unit, (R,), within [1/2, 2] or so, is given back to dX, to the x of dW and to db's
+    sum. Were it 1 - p_y itself, rounding x * unit would lose p_y as well: hence a mantissa that varies from row to
+    row, that of exp(lse). None where dlogits are not rounded.
     """
     if p.e_dtype == p.acc:
         return c, None
@@ -506,7 +507,7 @@ def _in_units_of_target(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coef
         weight = _target_weight(p.head.class_weight, p.rows, p.acc)
         exact += c.d if weight is None else c.d * weight
     exact = target_chain(exact, stats, p.head.softcap)
-    mantissa = torch.frexp(torch.exp(stats.log_sum)).mantissa
+    mantissa = torch.exp2(torch.frac(stats.lse / math.log(2)))
     unit = lost_by_rounding(exact, (exact * mantissa).to(p.e_dtype))
     return Coefficients(*(None if v is None else v / unit for v in c)), unit
 

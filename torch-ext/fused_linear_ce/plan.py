@@ -22,7 +22,8 @@ from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # Bytes of E that live at once when `workspace` is None. On an accelerator large enough that the GEMMs run at full
-# speed and that the fp32 dW accumulator is read and written few times; on a CPU 512 rows of a 32k vocabulary.
+# speed and that the fp32 dW accumulator is read and written few times. On a CPU 384 rows of a 32k vocabulary, the most
+# with which 4096 tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_CHUNK_ACCELERATOR = 1024 * MIB
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
@@ -110,7 +111,7 @@ class Call:
             copies += dtype.itemsize if weight_dtype != dtype else 0
             copies += self.exp if dtype == torch.float16 and any(needs) else 0
         elif dtype != acc or weight_dtype != acc:
-            upcast = min(2 * UPCAST_BYTES, vocab * hidden_size * 2 * acc.itemsize)
+            upcast = min(UPCAST_BYTES, vocab * hidden_size * acc.itemsize) * 3 // 2  # with its half-precision copy
         self.copy_class = copies * hidden_size
         self.copy_weight = copies * hidden_size * vocab
         self.upcast = upcast

@@ -16,15 +16,17 @@ _LOG_ZERO = -1e4  # exp of this or less is 0 in every dtype: stands in for -inf 
 
 
 def _slabs(weight: torch.Tensor, compute_dtype: torch.dtype, dtype: torch.dtype):
-    """(start, stop, weight[start:stop] rounded to compute_dtype and held in dtype); one slab if nothing is copied."""
+    """(start, stop, weight[start:stop] rounded to compute_dtype and held in dtype until the next one); the weight
+    itself, whole, if nothing is copied."""
     vocab, hidden_size = weight.shape
     if weight.dtype == dtype and compute_dtype == dtype:
         yield 0, vocab, weight
         return
-    step = max(1, UPCAST_BYTES // (hidden_size * dtype.itemsize))
+    step = min(max(1, UPCAST_BYTES // (hidden_size * dtype.itemsize)), vocab)
+    slab = weight.new_empty(step, hidden_size, dtype=dtype)  # one for all: the next is made when its user is done
     for start in range(0, vocab, step):
         stop = min(start + step, vocab)
-        yield start, stop, weight[start:stop].to(compute_dtype).to(dtype)
+        yield start, stop, slab[: stop - start].copy_(weight[start:stop].to(compute_dtype))
 
 
 def _panels(rows: int, vocab: int, dtype: torch.dtype):
