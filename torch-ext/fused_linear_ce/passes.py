@@ -302,9 +302,10 @@ def loss_and_gradients(
     n_tokens, hidden_size = p.hidden.shape
     vocab = p.head.weight.shape[0]
     wants = Wants(entropy=metrics, is_top1=metrics, sum_log_probs=options.label_smoothing > 0)
-    stats = Stats.empty(n_tokens, wants, acc, p.hidden.device)
-    buffer = p.new_exps(min(p.plan.chunk_rows, n_tokens))
     early = p.early_rows
+    most_rows = n_tokens if early else len(p.rows)
+    stats = Stats.empty(most_rows, wants, acc, p.hidden.device)
+    buffer = p.new_exps(min(p.plan.chunk_rows, most_rows))
     if early:
         p.backend.forward(*p.early_chunk(), p.head, wants, stats.rows(0, early), buffer[:early])
     rows = p.rows

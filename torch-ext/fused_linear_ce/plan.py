@@ -22,8 +22,9 @@ from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # What lives at once when `workspace` is None. On an accelerator the E of 4096 rows, or of more where that is not yet
-# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times. On a CPU 384 rows of a 32k vocabulary, the most with which 4096
-# tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
+# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times. On a CPU 384 rows
+# of a 32k vocabulary, the most with which 4096 tokens of width 512 stay below a quarter of their logits
+# (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_ROWS_ACCELERATOR = 4096
 DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
