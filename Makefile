@@ -7,6 +7,7 @@ PY := .venv/bin/python
 INSTALLED := .venv/.installed
 INSTALLED_TRL := .venv/.installed-trl
 TRL_VERSIONS ?= $(shell sed -n 's/^trl==//p' requirements/trl-versions.txt)
+NEWEST_TRL := .venv/trl/$(lastword $(TRL_VERSIONS))
 # Workers share the cores; a thread pool in each of them would only get in the others' way.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
@@ -16,13 +17,15 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## publish the kernel to a local Hub, load it from there by commit, and train a tiny model with it
+demo: $(INSTALLED) $(NEWEST_TRL) ## publish to a local Hub, load the kernel from there by commit, train tiny models with it
 	$(PY) -m tools.local_hub -- $(MAKE) --no-print-directory publish-and-train
 
 # On the Hub that HF_ENDPOINT names. Only a local one takes a checkout with uncommitted changes.
-publish-and-train: $(INSTALLED)
+publish-and-train: $(INSTALLED) $(NEWEST_TRL)
 	revision=$$($(PY) -m tools.release --quiet --allow-dirty) && \
-	$(PY) examples/train_tiny.py --revision $$revision --trust-remote-code
+	$(PY) examples/train_tiny.py --revision $$revision --trust-remote-code && \
+	FUSED_LINEAR_CE_REVISION=$$revision PYTHONPATH=integrations/trl:$(NEWEST_TRL) \
+	$(PY) examples/train_trl.py --trust-remote-code
 
 test: lint verify ## lint, build, verify, and the tests that need neither a GPU nor much time
 	$(PYTEST) -m "not slow and not gpu"
