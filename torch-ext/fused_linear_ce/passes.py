@@ -1,9 +1,10 @@
 """The loops over chunks of tokens: what is computed from what, and where it goes. No kernel, no autograd, no options.
 
-Rows whose target is ignore_index are dropped before anything is projected: their hidden states are never read, so
-NaN in them reaches nothing, and the cost follows the rows that count. Dropping them needs their number on the host:
-one synchronisation a call on an accelerator. While a CUDA graph is captured none is possible, so every row runs there
-and the ignored ones are masked instead.
+Rows whose target is ignore_index are dropped before anything is projected: NaN in them reaches nothing, and the cost
+follows the rows that count. Dropping them needs their number on the host: one synchronisation a call on an
+accelerator. A scalar loss of several chunks launches the first chunk's forward before it waits, so that the device has
+work meanwhile. While a CUDA graph is captured no wait is possible, so every row runs there and the ignored ones are
+masked instead.
 
 A target outside the vocabulary raises on the CPU. Elsewhere reading it would cost a synchronisation, so its row is
 run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
@@ -108,10 +109,30 @@ class Problem:
         self.e_dtype = backends.exps_dtype(self.plan.backend, compute_dtype)
         self.acc = accumulation_dtype(compute_dtype)
         self.hidden, self.compute_dtype, self.weight_dtype = hidden, compute_dtype, weight.dtype
-        self.rows = select_rows(targets, ignore_index, weight.shape[0])
-        copy = self.plan.copies_weight and len(self.rows) > 0
+        vocab = weight.shape[0]
+        self.selection = self._rows = None
+        if self.plan.backend == "triton" and hidden.device.type != "cpu" and not _capturing(targets):
+            self.selection = self.backend.select(targets, ignore_index, vocab)
+        else:
+            self._rows = select_rows(targets, ignore_index, vocab)
+        copy = self.plan.copies_weight and (self.starts_early or len(self.rows) > 0)
         self.head = head._replace(weight=weight.to(compute_dtype)) if copy else head
         self._gradient_weight = None
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that run; waits for their number, the first time."""
+        if self._rows is None:
+            index, targets, count = self.selection
+            kept = count()
+            self._rows = Rows(None if kept == len(targets) else index[:kept], None, targets[:kept])
+        return self._rows
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether the first chunk's forward is worth launching before the number of rows is known: where there are
+        several chunks it is seldom in vain."""
+        return self.selection is not None and self.hidden.shape[0] > self.plan.chunk_rows
 
     @property
     def gradient_weight(self) -> torch.Tensor:
@@ -129,7 +150,15 @@ class Problem:
 
     def x(self, start: int, stop: int) -> torch.Tensor:
         """The hidden states of a chunk, contiguous, rounded to the compute dtype."""
-        return self.rows.take(self.hidden, start, stop).to(self.compute_dtype).to(self.x_dtype).contiguous()
+        return self._operand(self.rows.take(self.hidden, start, stop))
+
+    def early_chunk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, targets) of the first chunk's rows, as many as there may be; those that there are not have no class."""
+        stop = self.plan.chunk_rows
+        return self._operand(self.hidden.index_select(0, self.selection.index[:stop])), self.selection.targets[:stop]
+
+    def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.to(self.compute_dtype).to(self.x_dtype).contiguous()
 
     def new_exps(self, rows: int, vocab: Optional[int] = None) -> torch.Tensor:
         """An (rows, V) buffer for E, with the backend's row stride."""
@@ -265,11 +294,18 @@ def loss_and_gradients(
     dense: a compiled graph expects contiguous outputs; else the (V, H) zeros of a batch without valid tokens are made
     only in the backward, in the weight's dtype.
     """
-    p, rows, acc = problem, problem.rows, problem.acc
+    p, acc = problem, problem.acc
     n_tokens, hidden_size = p.hidden.shape
     vocab = p.head.weight.shape[0]
     wants = Wants(entropy=metrics, is_top1=metrics, sum_log_probs=options.label_smoothing > 0)
-    stats = Stats.empty(len(rows), wants, acc, p.hidden.device)
+    stats = Stats.empty(n_tokens, wants, acc, p.hidden.device)
+    buffer = p.new_exps(min(p.plan.chunk_rows, n_tokens))
+    early = None
+    if p.starts_early:
+        early, targets = p.early_chunk()
+        p.backend.forward(early, targets, p.head, wants, stats.rows(0, len(early)), buffer)
+    rows = p.rows
+    stats = stats.rows(0, len(rows))
     token_weight = None if token_weight is None else rows.take(token_weight).to(acc)
     target_weight = _target_weight(p.head.class_weight, rows, acc)
 
@@ -296,10 +332,13 @@ def loss_and_gradients(
         return _live_coefficients(live, coefficients(upstream, weight_sum, one))
 
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
-    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows)))
     for start, stop in p.chunks():
-        x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
-        p.backend.forward(x, rows.cut_targets(start, stop), p.head, wants, s, e)
+        s, e = stats.rows(start, stop), buffer[: stop - start]
+        if start == 0 and early is not None:
+            x = early[:stop]
+        else:
+            x = p.x(start, stop)
+            p.backend.forward(x, rows.cut_targets(start, stop), p.head, wants, s, e)
         if options.z_loss:
             c = row_coefficients(s.lse, start, stop)
         else:  # made when the device has its first work

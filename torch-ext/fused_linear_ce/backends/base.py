@@ -16,11 +16,15 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
     grad_bias(e, scale, out)               out (V,) += e^T @ scale
     scale(source, factor, out)             out = source * factor, a 0-d tensor; contiguous, rounded to out's dtype
 
+The Triton backend has one more, so that a call can give the device work before the host knows how many rows count:
+
+    select(targets, ignore_index, vocab) -> Selection
+
 A target of -1 marks a row without a class: its statistics are NaN.
 """
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -58,6 +62,14 @@ class Wants(NamedTuple):
     sum_log_probs: bool = False
     log_sum_sq: bool = False
     is_top1: bool = False
+
+
+class Selection(NamedTuple):
+    """The rows that count, found on the device. Beyond their number both tensors are padded: with 0 and -1."""
+
+    index: torch.Tensor  # (N,) int64, their positions in order
+    targets: torch.Tensor  # (N,) int64, their targets; -1 for one outside [0, V)
+    count: Callable[[], int]  # waits for the device to have counted
 
 
 @dataclass

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...loss import Coefficients
-from ..base import NUDGE, Head, Stats, Wants
+from ..base import NUDGE, Head, Selection, Stats, Wants
 from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
@@ -106,6 +106,30 @@ class _Launch:
             "COMPUTE": _TRITON_DTYPE[x.dtype],
             "num_stages": t.stages,
         }
+
+
+def select(targets: torch.Tensor, ignore_index: int, vocab: int) -> Selection:
+    """See base.py. The number of rows is copied to the host in the background; reading it waits for that copy alone,
+    not for what was launched since."""
+    tokens, device = targets.shape[0], targets.device
+    index, classes = torch.empty((2, tokens), dtype=torch.int64, device=device).unbind(0)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    with _guard(targets):
+        fwd.select_kernel[(1,)](
+            targets.contiguous(), index, classes, count, tokens, ignore_index, vocab, BLOCK=4096, num_warps=8
+        )
+        if device.type == "cpu":
+            return Selection(index, classes, count.item)
+        on_host = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        on_host.copy_(count, non_blocking=True)
+        copied = getattr(torch, device.type).Event()
+        copied.record()
+
+    def read() -> int:
+        copied.synchronize()
+        return on_host.item()
+
+    return Selection(index, classes, read)
 
 
 def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head, scratch: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """The forward GEMM with the softmax statistics in its epilogue, and the reduction of the statistics over tiles.
 
+    select_kernel      which rows count
     reference_kernel   c_i: the target's logit (only where E is stored)
     forward_kernel     tile of logits -> per-(tile, row) partial statistics, and E = exp(z - c) chi if asked for
     combine_kernel     partial statistics -> the row's statistics; marks rows whose E may have overflowed
@@ -21,6 +22,7 @@ from .logits import (
     column_bias,
     exp,
     exponentials,
+    reference_error,
     row_scratch,
     target_logit,
     tile_order,
@@ -31,6 +33,25 @@ from .logits import (
 
 LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times passes._NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
+
+
+@triton.jit
+def select_kernel(targets, index, classes, count, N, ignore_index, V, BLOCK: tl.constexpr):
+    """Selection of base.py, by one program: N is a few thousand, and this comes before everything else."""
+    kept = 0
+    for first in range(0, N, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        y = tl.load(targets + at, mask=at < N, other=0).to(tl.int64)
+        keep = (at < N) & (y != ignore_index)
+        position = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(index + position, at.to(tl.int64), mask=keep)
+        tl.store(classes + position, tl.where((y >= 0) & (y < V), y, -1), mask=keep)
+        kept += tl.sum(keep.to(tl.int32), 0)
+    for first in range(0, N, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(index + at, tl.zeros((BLOCK,), dtype=tl.int64), mask=(at >= kept) & (at < N))
+        tl.store(classes + at, tl.full((BLOCK,), -1, dtype=tl.int64), mask=(at >= kept) & (at < N))
+    tl.store(count, kept)
 
 
 @triton.jit
@@ -191,6 +212,10 @@ def combine_kernel(
         c = tl.load(reference + rows, mask=live, other=0.0)
     else:
         c = tl.where(m == float("-inf"), 0.0, m)
+    PRECISE: tl.constexpr = COMPUTE == tl.float32
+    above = c - m  # what E's reference lies above the maximum
+    if STORE:
+        above -= reference_error(c, PRECISE)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     dot = tl.zeros((ROWS,), dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
@@ -210,8 +235,8 @@ def combine_kernel(
         else:
             t_max = tl.load(tile_max + at, mask=mask, other=float("-inf"))
             # A tile of -inf used the reference 0 and has the sum 0: its factor must not be exp(0 - m).
-            shift = tl.maximum(t_max - c[None, :], LOG_ZERO)
-            factor = exp(shift, COMPUTE == tl.float32)
+            shift = tl.maximum(t_max - c[None, :] - reference_error(t_max, PRECISE), LOG_ZERO)
+            factor = exp(shift, PRECISE)
             total += tl.sum(t_sum * factor, 0)
             if ENTROPY:
                 t_dot = tl.load(tile_dot + at, mask=mask, other=0.0)
@@ -222,11 +247,11 @@ def combine_kernel(
             t_shifted = tl.load(tile_shifted + at, mask=mask, other=0.0)
             t_weight = tl.load(tile_weight + tile, mask=tile < column_tiles, other=0.0)[:, None]
             if STORE:
-                t_shifted += t_weight * (c - m)[None, :]
+                t_shifted += t_weight * above[None, :]
             else:
                 t_c = tl.load(tile_max + at, mask=mask, other=0.0)
                 t_c = tl.where(t_c == float("-inf"), 0.0, t_c)
-                t_shifted += t_weight * (t_c - m[None, :])
+                t_shifted += t_weight * (t_c - m[None, :] - reference_error(t_c, PRECISE))
             shifted += tl.sum(tl.where(mask, t_shifted, 0.0), 0)
             weight += tl.sum(t_weight, 0)
     if STORE and not REPAIR:
@@ -237,7 +262,7 @@ def combine_kernel(
             tl.store(any_marked, 1.0)
     z_y = tl.load(target_z + rows, mask=live, other=0.0)
     log_total = tl.log(total)
-    log_sum = log_total + (c - m)
+    log_sum = log_total + above
     # No class, and a row of -inf only: NaN, as the softmax of such a row is.
     log_sum = tl.where((y < 0) | (m == float("-inf")), float("nan"), log_sum)
     poison = log_sum - log_sum

@@ -6,10 +6,10 @@ All of them are one pipeline. A program is persistent and has three roles, each 
     consumers    two warpgroups: matrix instructions on the ring's blocks, and then the tile's epilogue. A tile is cut
                  in two, one half for each, and they share the block of the other operand.
 
-The consumers are not in step: either may be up to STAGES blocks ahead. So one's epilogue (exponentials, row sums,
-stores) runs while the other keeps the tensor cores busy, and the producer has the next tile's first blocks ready
-before the last tile is stored. A kernel whose warps all go from the GEMM to the epilogue and back leaves the tensor
-cores idle meanwhile: 1.3 times the time of the library's GEMM at a hidden size of 1024, where this takes 1.07.
+A consumer issues the next tile's first two products before it stores what became of the last tile: the exponentials
+need half the registers of the logits, so both fit. A kernel that goes from the GEMM to the epilogue and back leaves
+the tensor cores idle meanwhile, and waits for its first blocks once a tile: 1.3 times the time of the library's GEMM
+at a hidden size of 1024.
 
 A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the two consumers that have read it;
 both flip their phase every time round the ring. What a tile's values become is logits.py's, as in the other kernels.
@@ -105,32 +105,62 @@ def _ring():
 
 
 @gluon.jit
-def _slot(step, ready, empty):
+def _steps(K):
+    """Blocks along a reduction over K; two at least, blocks beyond K read zero."""
+    return gl.maximum(gl.cdiv(K, DEPTH), 2)
+
+
+@gluon.jit
+def _slot(step, ring):
     """The ring's slot of a step, waited for until both consumers have read what it held, and its `ready` barrier."""
+    ready, empty = ring
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
     return stage, ready.index(stage)
 
 
 @gluon.jit
-def _product(half: gl.constexpr, a, b, ready, empty, step, accumulator, K, ROW_MAJOR: gl.constexpr):
-    """(a consumer's half of a tile, the next step). ROW_MAJOR: blocks are (rows, depth), else (depth, rows)."""
-    for k in range(0, K, DEPTH):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        left, right = a.index(2 * stage + half), b.index(stage)
-        if ROW_MAJOR:
-            right = right.permute([1, 0])
-        else:
-            left = left.permute([1, 0])
-        accumulator = warpgroup_mma(left, right, accumulator, use_acc=k > 0, is_async=True)
-        # One stays in flight; the one before it has been read.
+def _multiply(
+    half: gl.constexpr, a, b, ring, step, accumulator, FIRST: gl.constexpr, ROW_MAJOR: gl.constexpr
+):
+    """accumulator (+)= a consumer's half of a step's blocks, in the background. ROW_MAJOR: blocks are (rows, depth),
+    else (depth, rows)."""
+    ready, _ = ring
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+    left, right = a.index(2 * stage + half), b.index(stage)
+    if ROW_MAJOR:
+        right = right.permute([1, 0])
+    else:
+        left = left.permute([1, 0])
+    return warpgroup_mma(left, right, accumulator, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def _release(step, ring):
+    _, empty = ring
+    mbarrier.arrive(empty.index(step % STAGES), count=1)
+
+
+@gluon.jit
+def _begin(half: gl.constexpr, a, b, ring, step, accumulator, ROW_MAJOR: gl.constexpr):
+    """The first two products of a tile, issued."""
+    accumulator = _multiply(half, a, b, ring, step, accumulator, True, ROW_MAJOR)
+    return _multiply(half, a, b, ring, step + 1, accumulator, False, ROW_MAJOR)
+
+
+@gluon.jit
+def _finish(half: gl.constexpr, a, b, ring, step, accumulator, steps, ROW_MAJOR: gl.constexpr):
+    """The others: one is in flight while the next is issued, and the blocks of the one before are released."""
+    accumulator = warpgroup_mma_wait(1, deps=[accumulator])
+    _release(step, ring)
+    for i in range(2, steps):
+        accumulator = _multiply(half, a, b, ring, step + i, accumulator, False, ROW_MAJOR)
         accumulator = warpgroup_mma_wait(1, deps=[accumulator])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        step += 1
+        _release(step + i - 1, ring)
     accumulator = warpgroup_mma_wait(0, deps=[accumulator])
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    return accumulator, step
+    _release(step + steps - 1, ring)
+    return accumulator
 
 
 @gluon.jit
@@ -141,15 +171,16 @@ def _halves(tile):
 
 @gluon.jit
 def _load_logits(
-    x, w, x_blocks, w_blocks, ready, empty, H, row_tiles, column_tiles, GROUP: gl.constexpr, PROGRAMS: gl.constexpr
+    x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP: gl.constexpr, PROGRAMS: gl.constexpr
 ):
     """Producer of x (rows, H) and w (classes, H)."""
     half: gl.constexpr = ROWS // 2
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
-        for k in range(0, H, DEPTH):
-            stage, full = _slot(step, ready, empty)
+        for i in range(_steps(H)):
+            stage, full = _slot(step, ring)
+            k = i * DEPTH
             mbarrier.expect(full, (ROWS + COLUMNS) * DEPTH * 2)
             copy_in(x, [row_tile * ROWS, k], full, x_blocks.index(2 * stage))
             copy_in(x, [row_tile * ROWS + half, k], full, x_blocks.index(2 * stage + 1))
@@ -198,7 +229,7 @@ def _forward_tiles(
 ):  # fmt: skip
     """Consumer of forward_kernel: what forward_kernels.forward_kernel does with a tile."""
     (
-        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
+        x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     ) = operands  # fmt: skip
     reference, target_z, target_beaten, _, _ = row_scratch(scratch, R)
@@ -210,20 +241,28 @@ def _forward_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
     rows_of: gl.constexpr = gl.SliceLayout(1, layout)
-    step = 0
+    step, steps = 0, _steps(H)
+    # The last tile's E, which is not stored yet. At first there is none, and what lies beyond the rows isn't written.
+    stored = gl.zeros([size, COLUMNS], exps.dtype, layout)
+    stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
+        z = gl.zeros([size, COLUMNS], gl.float32, layout)
+        z = _begin(half, x_blocks, w_blocks, ring, step, z, True)
+        if STORE:
+            _store_tile(half, stored, exps, stored_row, stored_column, staging, part, False)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
-        # Loaded before the product, which hides the latency.
         y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
+        here = (y >= 0) & (y < COLUMNS)
+        has_target = gl.max(here.to(gl.int32), 0) > 0
         c = gl.zeros([size], gl.float32, rows_of)
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
-        z = gl.zeros([size, COLUMNS], gl.float32, layout)
-        z, step = _product(half, x_blocks, w_blocks, ready, empty, step, z, H, True)
+        z = _finish(half, x_blocks, w_blocks, ring, step, z, steps, True)
+        step += steps
 
         at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         columns = column + at
@@ -237,8 +276,7 @@ def _forward_tiles(
         m = gl.max(z, 1)
         if not STORE:
             c = gl.where(m == float("-inf"), 0.0, m)
-        here = (y >= 0) & (y < COLUMNS)
-        if gl.max(here.to(gl.int32), 0) > 0:
+        if has_target:
             z_y, before = target_logit(z, at[None, :] - y[:, None])
             gl.store(target_z + rows, z_y, mask=here)
             gl.store(target_beaten + rows, (before >= z_y).to(gl.float32), mask=here)
@@ -259,8 +297,10 @@ def _forward_tiles(
             gl.store(tile_shifted + partial, shifted, mask=live)
             gl.store(tile_weight + column_tile, gl.sum(class_w, 0))  # the same from every row tile
         if STORE:
-            _store_tile(half, chain(e, z, softcap, HAS_SOFTCAP), exps, row, column, staging, part, False)
+            stored = chain(e, z, softcap, HAS_SOFTCAP).to(exps.dtype)
+            stored_row, stored_column = row, column
     if STORE:
+        _store_tile(half, stored, exps, stored_row, stored_column, staging, part, False)
         tma.store_wait(0)
 
 
@@ -279,9 +319,9 @@ def forward_kernel(
     staging = x_blocks
     if STORE:
         staging = gl.allocate_shared_memory(exps.dtype, [4, ROWS // 2, PART], exps.layout)
-    ready, empty = _ring()
+    ring = _ring()
     operands = (
-        x_blocks, w_blocks, ready, empty, staging, exps, bias, targets, class_weight, scratch, partials,
+        x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     )  # fmt: skip
     gl.warp_specialize(
@@ -294,7 +334,7 @@ def forward_kernel(
                 1, operands, GROUP, PROGRAMS, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
                 SQUARES, SHIFTED,
             )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ready, empty, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
+            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -309,7 +349,7 @@ def _dlogits_tiles(
 ):  # fmt: skip
     """Consumer of dlogits_kernel."""
     (
-        x_blocks, w_blocks, ready, empty, staging, out, bias, targets, class_weight,
+        x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
         row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     ) = operands  # fmt: skip
@@ -318,11 +358,16 @@ def _dlogits_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
     rows_of: gl.constexpr = gl.SliceLayout(1, layout)
-    step = 0
+    step, steps = 0, _steps(H)
+    stored = gl.zeros([size, COLUMNS], out.dtype, layout)  # as in _forward_tiles
+    stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
+        z = gl.zeros([size, COLUMNS], gl.float32, layout)
+        z = _begin(half, x_blocks, w_blocks, ring, step, z, True)
+        _store_tile(half, stored, out, stored_row, stored_column, staging, part, False)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
         y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
@@ -335,8 +380,9 @@ def _dlogits_tiles(
             entropy = gl.load(row_entropy + rows, mask=live, other=0.0)
         if HAS_D:
             d = gl.load(row_d + rows, mask=live, other=0.0)
-        z = gl.zeros([size, COLUMNS], gl.float32, layout)
-        z, step = _product(half, x_blocks, w_blocks, ready, empty, step, z, H, True)
+        has_target = gl.max(((y >= 0) & (y < COLUMNS)).to(gl.int32), 0) > 0
+        z = _finish(half, x_blocks, w_blocks, ring, step, z, steps, True)
+        step += steps
 
         at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         columns = column + at
@@ -344,7 +390,7 @@ def _dlogits_tiles(
             z += column_bias(bias, columns, V, COMPUTE)[None, :]
         z = transform(z, 0.0, logit_scale, softcap, COMPUTE, SCALED, False, HAS_SOFTCAP)
         value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
-        if gl.max(((y >= 0) & (y < COLUMNS)).to(gl.int32), 0) > 0:
+        if has_target:
             t = gl.load(row_t + rows, mask=live, other=0.0)
             log_prob = gl.load(row_log_prob + rows, mask=live, other=0.0)
             at_target = target_gradient(log_prob, entropy, a, b, t, HAS_B, False)
@@ -354,7 +400,9 @@ def _dlogits_tiles(
             if HAS_CLASS_WEIGHT:
                 w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
             value += d[:, None] * w_j[None, :]
-        _store_tile(half, chain(value, z, softcap, HAS_SOFTCAP), out, row, column, staging, part, False)
+        stored = chain(value, z, softcap, HAS_SOFTCAP).to(out.dtype)
+        stored_row, stored_column = row, column
+    _store_tile(half, stored, out, stored_row, stored_column, staging, part, False)
     tma.store_wait(0)
 
 
@@ -370,9 +418,9 @@ def dlogits_kernel(
     x_blocks = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS // 2, DEPTH], x.layout)
     w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, ROWS // 2, PART], out.layout)
-    ready, empty = _ring()
+    ring = _ring()
     operands = (
-        x_blocks, w_blocks, ready, empty, staging, out, bias, targets, class_weight,
+        x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
         row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     )  # fmt: skip
@@ -384,7 +432,7 @@ def dlogits_kernel(
             (_dlogits_tiles, (
                 1, operands, GROUP, PROGRAMS, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
             )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ready, empty, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
+            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -393,7 +441,7 @@ def dlogits_kernel(
 
 @gluon.jit
 def _load_transposed(
-    e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr,
+    e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr,
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Producer of e (rows, V) and x (rows, H), in blocks of DEPTH rows."""
@@ -401,8 +449,9 @@ def _load_transposed(
     step = 0
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES, tile % width_tiles * WIDTH
-        for k in range(0, R, DEPTH):
-            stage, full = _slot(step, ready, empty)
+        for i in range(_steps(R)):
+            stage, full = _slot(step, ring)
+            k = i * DEPTH
             mbarrier.expect(full, (CLASSES + WIDTH) * DEPTH * 2)
             copy_in(e, [k, first], full, e_blocks.index(2 * stage))
             copy_in(e, [k, first + half], full, e_blocks.index(2 * stage + 1))
@@ -416,15 +465,17 @@ def _weight_tiles(
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of weight_kernel."""
-    e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles = operands
+    e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles = operands
     size: gl.constexpr = CLASSES // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 8, 16])
-    step = 0
+    step, steps = 0, _steps(R)
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
         accumulator = gl.zeros([size, WIDTH], gl.float32, layout)
-        accumulator, step = _product(half, e_blocks, x_blocks, ready, empty, step, accumulator, R, False)
+        accumulator = _begin(half, e_blocks, x_blocks, ring, step, accumulator, False)
+        accumulator = _finish(half, e_blocks, x_blocks, ring, step, accumulator, steps, False)
+        step += steps
         _store_tile(half, accumulator, out, first, column, staging, part, ACCUMULATE)
     tma.store_wait(0)
 
@@ -443,14 +494,14 @@ def weight_kernel(
     e_blocks = gl.allocate_shared_memory(e.dtype, [2 * STAGES, DEPTH, CLASSES // 2], e.layout)
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
-    ready, empty = _ring()
-    operands = (e_blocks, x_blocks, ready, empty, staging, out, R, class_tiles, width_tiles)
+    ring = _ring()
+    operands = (e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles)
     gl.warp_specialize(
         [
             (_weight_tiles, (0, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
             (_weight_tiles, (1, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
             (_load_transposed, (
-                e, x, e_blocks, x_blocks, ready, empty, R, class_tiles, width_tiles, PROGRAMS, CLASSES, WIDTH,
+                e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, PROGRAMS, CLASSES, WIDTH,
             )),
         ],
         [4, 1],

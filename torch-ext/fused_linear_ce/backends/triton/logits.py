@@ -48,6 +48,7 @@ def tile_product(
 
 LOG_ZERO = tl.constexpr(-1e4)  # exp of this is 0: stands in for -inf where 0 * -inf must be 0
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E_LOW = tl.constexpr(1.9259629911266175e-8)  # log2(e) minus its fp32 value
 
 
@@ -62,7 +63,7 @@ def exp(d, PRECISE: tl.constexpr):
     if PRECISE:
         remainder = tl.fma(d, LOG2_E, -t) + d * LOG2_E_LOW
         # exp2(remainder) - 1 to first order; |d| is large only where e is 0, and inf - inf must not make NaN of it
-        e += e * tl.where(tl.abs(d) < 1e3, remainder * 0.6931471805599453, 0.0)
+        e += e * tl.where(tl.abs(d) < 1e3, remainder * LN_2, 0.0)
     return e
 
 
@@ -110,14 +111,28 @@ def chain(value, z, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def reference_error(c, PRECISE: tl.constexpr):
+    """By how much the reference that exponentials() really uses lies below c: what rounding took off c log2 e."""
+    return 0.0 if PRECISE else LN_2 * tl.fma(c, LOG2_E, -(c * LOG2_E))
+
+
+@triton.jit
 def exponentials(
     z, c, class_w, INFINITE: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
     """e = exp(z - c) of a tile, and its row sums of e, e (z - c), e^2 and w (z - c); what is not asked for is the
-    first sum. INFINITE: z may be -inf where c is finite."""
-    d = z - c[:, None]
-    e = exp(d, PRECISE)
+    first sum. INFINITE: z may be -inf where c is finite.
+
+    Unless PRECISE, z - c is one fused multiplication and addition in units of log 2, and c is c - reference_error(c):
+    the same for the whole row, so that only a sum's meaning depends on it.
+    """
+    if PRECISE:
+        d = z - c[:, None]
+        e = exp(d, True)
+    else:
+        d = tl.fma(z, LOG2_E, -(c * LOG2_E)[:, None])
+        e = tl.exp2(d)
     total = tl.sum(e, 1)
     dot, squares, shifted = total, total, total
     if SHIFTED:
@@ -129,6 +144,8 @@ def exponentials(
         if INFINITE:
             d = tl.maximum(d, LOG_ZERO)
         dot = tl.sum(e * d, 1)
+    if not PRECISE:
+        dot, shifted = dot * LN_2, shifted * LN_2
     return e, total, dot, squares, shifted
 
 
