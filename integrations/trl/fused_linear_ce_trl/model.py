@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
@@ -63,7 +64,12 @@ class CutCrossEntropyOutput(ModelOutput):
         return self.num_valid_tokens
 
 
-def patch_cce_lm_head(model: PreTrainedModel, trust_remote_code: bool = False, on_labels: bool = True) -> None:
+def patch_cce_lm_head(
+    model: PreTrainedModel,
+    trust_remote_code: bool = False,
+    on_labels: bool = True,
+    activation_offloading: bool = False,
+) -> None:
     """Make a call of `model` with `labels` or `shift_labels` return a CutCrossEntropyOutput, by the fused path.
 
     Loads the kernel, which may DOWNLOAD AND RUN CODE, see `load_kernel`. Calls without labels, `generate` among them,
@@ -74,6 +80,8 @@ def patch_cce_lm_head(model: PreTrainedModel, trust_remote_code: bool = False, o
         trust_remote_code: whether the kernel may be downloaded and run.
         on_labels: False leaves calls with labels alone too; the fused path is then only for SFTTrainer's own calls,
             which pass fused_lm_head=True and cce_sums=True.
+        activation_offloading: True keeps hooks on saved tensors off the loss. What it saves are gradients, as large as
+            the head and needed at once: offloading would only move them to the host and back.
 
     Raises:
         ValueError: the kernel may not be downloaded; or the model's head is not a plain linear layer.
@@ -98,15 +106,16 @@ def patch_cce_lm_head(model: PreTrainedModel, trust_remote_code: bool = False, o
             )
         labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         if fused_lm_head or (on_labels and labelled):
-            return _loss_forward(kernel, self, **kwargs)
+            return _loss_forward(kernel, self, activation_offloading, **kwargs)
         return self._forward_before_cce(**kwargs)
 
     model.forward = types.MethodType(forward, model)
 
 
 def _loss_forward(
-    kernel: ModuleType, model: PreTrainedModel, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs
-) -> CutCrossEntropyOutput:
+    kernel: ModuleType, model: PreTrainedModel, offloading: bool, labels=None, shift_labels=None,
+    num_items_in_batch=None, **kwargs,
+) -> CutCrossEntropyOutput:  # fmt: skip
     config = model.config.get_text_config()
     kwargs["use_cache"] = False
     if kwargs.get("output_router_logits") is None:
@@ -115,15 +124,20 @@ def _loss_forward(
             kwargs["output_router_logits"] = True
     outputs = model.base_model(**kwargs)
     weight, bias = _head(model)
-    sums = loss_sums(
-        kernel, outputs.last_hidden_state, weight, bias, labels, shift_labels, *logit_transform(model.config)
-    )
+    with saved_tensors_hooks(_as_it_is, _as_it_is) if offloading else contextlib.nullcontext():
+        sums = loss_sums(
+            kernel, outputs.last_hidden_state, weight, bias, labels, shift_labels, *logit_transform(model.config)
+        )
     loss = mean_loss(sums, num_items_in_batch)
     aux_loss = None
     if kwargs.get("output_router_logits"):
         aux_loss = _aux_loss(outputs.router_logits, config, kwargs.get("attention_mask")).to(loss.device)
         loss = loss + config.router_aux_loss_coef * aux_loss
     return CutCrossEntropyOutput(loss, None, *sums, aux_loss)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _aux_loss(router_logits, config, attention_mask) -> torch.Tensor:

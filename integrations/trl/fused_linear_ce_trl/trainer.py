@@ -59,7 +59,7 @@ def _init(trainer, init: Callable, args: tuple, kwargs: dict) -> None:
     patched = []
 
     def patch(model, *_, **__):
-        patch_cce_lm_head(model, on_labels=False)
+        patch_cce_lm_head(model, on_labels=False, activation_offloading=config.activation_offloading)
         patched.append(model)
 
     trl_patch = getattr(host.sft_trainer, host.PATCH)
@@ -74,7 +74,6 @@ def _init(trainer, init: Callable, args: tuple, kwargs: dict) -> None:
         raise ValueError(text) from error
     finally:
         setattr(host.sft_trainer, host.PATCH, trl_patch)
-    trainer.args.loss_type = LOSS_TYPE
     if trainer.args.n_gpu > 1:
         raise ValueError(DATA_PARALLEL)
     if not patched:

@@ -145,6 +145,18 @@ def test_k11_f6_head_is_cast_to_the_hidden_states_dtype(hidden_dtype, weight_dty
     assert_close(got, expected, rtol=5e-3)
 
 
+def test_k7_autocast_does_not_round_a_float32_head_gradient():
+    """The hidden states may be bfloat16 already; dW is float32 from the accumulator to the parameter."""
+    hidden, weight, _, labels = batch(vocab=500, hidden_size=64, shape=(4, 40))
+    half = hidden.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, *_ = cut_cross_entropy_loss(half, weight, 256, shift_labels=labels)
+    loss.backward()
+    assert (weight.grad != weight.grad.bfloat16()).float().mean() > 0.9
+    _, (_, exact) = oracle(half, weight.bfloat16(), None, labels)
+    assert (weight.grad - exact).norm() <= 3.5e-3 * exact.norm()
+
+
 def test_k12_ignored_positions_contribute_nothing_even_if_nan():
     hidden, weight, _, labels = batch()
     expected = oracle(hidden, weight, None, labels)

@@ -217,6 +217,21 @@ def test_i7_generate_after_patching():
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize("activation_offloading", [False, True])
+def test_activation_offloading_leaves_the_saved_gradients_alone(activation_offloading):
+    """Else gigabytes would go to the host and back: TRL exempts the head, by hooks on a module that is not called."""
+    model, reference = make_model(), make_model()
+    patch_cce_lm_head(model, activation_offloading=activation_offloading)
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        loss = model(**batch()).loss
+    loss.backward()
+    assert (tuple(model.lm_head.weight.shape) in shapes) is not activation_offloading
+    assert len(shapes) > 20  # the backbone's are still seen
+    reference(**batch()).loss.backward()
+    assert_same_gradients(model, reference)
+
+
 def test_per_token_values_are_refused():
     """fused_lm_head=True asks TRL's own head for them; the scalar path has none to give."""
     model = _patched(make_model())

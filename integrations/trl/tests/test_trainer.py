@@ -1,5 +1,6 @@
 """Whole trainings through SFTTrainer(loss_type="cce"), in one process, against TRL's own loss."""
 
+import contextlib
 import importlib
 import json
 
@@ -120,6 +121,21 @@ def test_f1_f8_logs_have_loss_entropy_accuracy(tmp_path):
 @pytest.mark.parametrize("gradient_checkpointing_kwargs", [None, {"use_reentrant": True}])
 def test_gradient_checkpointing(gradient_checkpointing_kwargs, tmp_path):
     compare(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+
+
+def test_activation_offloading_is_passed_on(tmp_path, monkeypatch):
+    """TRL's offloading itself needs an accelerator; what the option does is in test_model.py."""
+    seen = []
+    patch = fused_linear_ce_trl.patch_cce_lm_head
+    monkeypatch.setattr(
+        fused_linear_ce_trl.trainer, "patch_cce_lm_head",
+        lambda model, **options: seen.append(options["activation_offloading"]) or patch(model, **options),
+    )  # fmt: skip
+    for offloading in (False, True):
+        args = config(tmp_path, activation_offloading=offloading)
+        with contextlib.suppress(AttributeError):  # of torch.accelerator, on a CPU
+            make_trainer(make_model(), args)
+    assert seen == [False, True]
 
 
 @pytest.mark.slow
