@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from pydoc_data import topics
 
@@ -123,6 +124,7 @@ def plot(path: Path, logs: dict[str, list[dict]], title: str) -> None:
 
 def main():
     args = parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # of transformers, about options that TRL sets
     disable_progress_bars()
     console = Console(width=None if sys.stdout.isatty() else 119)  # rich takes a pipe to be 80 columns wide
     texts = paragraphs()
