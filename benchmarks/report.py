@@ -1,9 +1,9 @@
 """Tables and plots from benchmarks/results/*.json.
 
-    python -m benchmarks.report                  # writes RESULTS.md, the plots, and the block in README.md
-    python -m benchmarks.report --check          # exits 1 when one of the texts is stale
+    python -m benchmarks.report            # writes RESULTS.md, the plots, and the blocks in README.md and docs/trl.md
+    python -m benchmarks.report --check    # exits 1 when one of the texts is stale
 
-The README's block lies between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. A column of a table is one
+A block lies between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. A column of a table is one
 run's: all contenders of a shape and their floor were timed together; of several runs the newest is shown.
 """
 
@@ -21,6 +21,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "benchmarks"
 
+from . import trl_report
 from .workloads import SCENARIOS, SHAPES
 
 SCHEMA = 1
@@ -253,11 +254,12 @@ def results_page(groups: list[Group]) -> str:
     return "\n".join(lines)
 
 
-def rewritten(readme: str, block: str) -> str:
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"the README needs one {BEGIN} and one {END} after it")
-    head, tail = readme.split(BEGIN)[0], readme.split(END)[1]
-    return f"{head}{BEGIN}\n{block.strip()}\n{END}{tail}"
+def rewritten(page: str, block: str) -> str:
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the page needs one {BEGIN} and one {END} after it")
+    head, tail = page.split(BEGIN)[0], page.split(END)[1]
+    body = f"{block.strip()}\n" if block else ""
+    return f"{head}{BEGIN}\n{body}{END}{tail}"
 
 
 # --- the plot --------------------------------------------------------------------------------------------------------
@@ -384,16 +386,19 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     p.add_argument("--readme", type=Path, default=ROOT / "README.md")
     p.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
+    p.add_argument("--trl-page", type=Path, default=ROOT / "docs" / "trl.md")
     p.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is stale")
     args = p.parse_args(argv)
 
     groups = read(args.results)
-    readme = args.readme.read_text()
-    try:
-        texts = {args.readme: rewritten(readme, readme_block(groups)), args.page: results_page(groups)}
-    except ValueError as error:
-        print(f"{args.readme.name}: {error}", file=sys.stderr)
-        return 2
+    blocks = {args.readme: readme_block(groups), args.trl_page: trl_report.block(trl_report.read(args.results))}
+    texts = {args.page: results_page(groups)}
+    for path, block in blocks.items():
+        try:
+            texts[path] = rewritten(path.read_text(), block)
+        except ValueError as error:
+            print(f"{path.name}: {error}", file=sys.stderr)
+            return 2
     plots = {args.results / plot_name(g): g for g in groups if (g.scenario, g.inputs) == MAIN}
     if args.check:
         stale = [p.name for p, text in texts.items() if not p.exists() or p.read_text() != text]

@@ -249,16 +249,17 @@ def test_trained_inputs_run_at_any_size_and_their_figures_are_written(build, tmp
 def readme(tmp_path) -> Path:
     path = tmp_path / "README.md"
     path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n")
+    path.with_name("trl.md").write_text(path.read_text())
     return path
 
 
-def arguments(measured, readme) -> list[str]:
-    page = readme.with_name("RESULTS.md")
-    return ["--results", str(measured.parent), "--readme", str(readme), "--page", str(page)]
+def arguments(results: Path, readme: Path) -> list[str]:
+    page, trl_page = readme.with_name("RESULTS.md"), readme.with_name("trl.md")
+    return ["--results", str(results), "--readme", str(readme), "--page", str(page), "--trl-page", str(trl_page)]
 
 
 def test_the_report_writes_table_and_plot_and_knows_when_it_is_stale(measured, readme):
-    argv = arguments(measured, readme)
+    argv = arguments(measured.parent, readme)
     assert report.main([*argv, "--check"]) == 1
     assert report.main(argv) == 0
     assert report.main([*argv, "--check"]) == 0
@@ -291,7 +292,7 @@ def test_the_newest_run_of_a_shape_is_shown(measured, readme, tmp_path):
 
 
 def test_a_readme_without_the_markers_is_an_error(measured, readme, capsys):
-    argv = arguments(measured, readme)
+    argv = arguments(measured.parent, readme)
     readme.write_text("# nothing\n")
     assert report.main(argv) == 2
     assert "benchmarks:begin" in capsys.readouterr().err
@@ -300,9 +301,10 @@ def test_a_readme_without_the_markers_is_an_error(measured, readme, capsys):
 def test_the_report_works_before_there_are_results(readme, tmp_path):
     empty = tmp_path / "none"
     empty.mkdir()
-    argv = ["--results", str(empty), "--readme", str(readme), "--page", str(tmp_path / "RESULTS.md")]
-    assert report.main(argv) == 0
+    assert report.main(arguments(empty, readme)) == 0
     assert "No results yet." in readme.read_text()
+    # a section that has nothing to show is not there
+    assert readme.with_name("trl.md").read_text() == f"# Title\n\n{report.BEGIN}\n{report.END}\n\nThe end.\n"
 
 
 # --- kernels benchmark -----------------------------------------------------------------------------------------------
