@@ -413,8 +413,7 @@ def test_i15_a_trl_that_does_not_call_the_hook(tmp_path, monkeypatch):
     init = trl.SFTTrainer.__init__
 
     def moved_on(self, *args, **kwargs):
-        # not through monkeypatch, which would put back the adapter's own patch, for all tests that follow
-        setattr(host.sft_trainer, host.PATCH, lambda *a, **k: None)
+        setattr(host.sft_trainer, host.PATCH, lambda *a, **k: None)  # the trainer restores what it found
         init(self, *args, **kwargs)
 
     monkeypatch.setattr(trl.SFTTrainer, "__init__", moved_on)
