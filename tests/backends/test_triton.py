@@ -471,7 +471,7 @@ class TestFinish:
         expected = a.double()[:, None] * torch.softmax(z, 1) + t.double()[:, None] * onehot
         if softcap is not None:
             expected = expected * (1 - (z / softcap) ** 2)
-        tolerance = 1e-6 if dtype == FP32 else 3e-3
+        tolerance = 1e-5 if dtype == FP32 else 3e-3
         assert relative_error(factor.double()[:, None] * exps.double(), logit_scale * expected) < tolerance
         x_expected = factor.double()[:, None] * chunk.x.double()
         assert relative_error(scaled, x_expected) < tolerance
@@ -907,6 +907,7 @@ class TestOnlyOnAGpu:
             chunk.x.detach(), chunk.head(base), chunk.targets, -100,
             ops.make_call(chunk.x, chunk.weight, BF16, needs, True, None), "scalar",
         )  # fmt: skip
+        assert len(problem.rows) == where.rows  # the one wait of a call
         options = submodule(forced, "loss").LossOptions(0.0, 0.0, where.vocab)
         needs = submodule(forced, "plan").Needs(*needs)
         torch.cuda.set_sync_debug_mode("error")
