@@ -45,7 +45,7 @@ def set_mode(model: nn.Module, mode: str) -> None:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     base.gradient_checkpointing_disable()
-    torch._dynamo.config.recompile_limit = 4 * len(base.base_model.layers)  # a layer's index is a constant to dynamo
+    torch._dynamo.config.automatic_dynamic_shapes = False  # a row has one shape; code for any shape would be slower
     for layer in base.base_model.layers:
         layer.compile()
 

@@ -1,7 +1,8 @@
 """Fine-tune with TRL twice, with loss_type "nll" and "cce", and show that the curves are the same.
 
-    LOCAL_KERNELS="trl-lib/fused-linear-ce=$PWD/build" python examples/train_trl.py     # the kernel of this checkout
-    python examples/train_trl.py --trust-remote-code                                    # the published, pinned one
+    make demo                                           # after train_tiny.py, this checkout's through a local Hub
+    LOCAL_KERNELS="trl-lib/fused-linear-ce=$PWD/build" python examples/train_trl.py     # a local build
+    FUSED_LINEAR_CE_REVISION=SHA python examples/train_trl.py --trust-remote-code       # a published commit
 
 Model, data, order and optimizer are the same, in fp32, so loss, entropy and token accuracy must agree at every step,
 or the script fails. It needs no network: the text is the help that ships with Python, the model is made from its
@@ -13,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from pydoc_data import topics
 
@@ -122,6 +124,7 @@ def plot(path: Path, logs: dict[str, list[dict]], title: str) -> None:
 
 def main():
     args = parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # of transformers, about options that TRL sets
     disable_progress_bars()
     console = Console(width=None if sys.stdout.isatty() else 119)  # rich takes a pipe to be 80 columns wide
     texts = paragraphs()

@@ -187,8 +187,8 @@ class TestWorkspace:
         v, h = QWEN[1:]
         for n in (1 << 10, 1 << 14, 1 << 18):
             p = plan(n, v, h)
-            assert p.workspace_bytes - (v + n) * h * 4 <= 1024 * MIB
-            assert plan(n, v, h, upstream="token").workspace_bytes - v * h * 4 <= 1024 * MIB + 512 * MIB
+            assert p.workspace_bytes - (v + n) * h * 4 <= 2560 * MIB
+            assert plan(n, v, h, upstream="token").workspace_bytes - v * h * 4 <= 2560 * MIB + 512 * MIB
 
 
 class TestIndependence:
@@ -216,14 +216,15 @@ class TestIndependence:
 class TestChunks:
     @pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 4096, 5000, 16384, 100_003])
     @pytest.mark.parametrize("workspace", [None, 64 * MIB, 1536 * MIB])
-    def test_rows_are_whole_tiles_and_equal(self, plan, n, workspace):
+    def test_rows_are_whole_tiles_and_equal_or_whole_waves(self, plan, n, workspace):
         p = plan(n, *QWEN[1:], workspace=workspace, needs=(True, False, False))
         assert 1 <= p.chunk_rows <= max(n, 1)
         if 128 <= p.chunk_rows < n:
             assert p.chunk_rows % 128 == 0
             chunks = -(-n // p.chunk_rows)
             assert (chunks - 1) * p.chunk_rows < n
-            assert p.chunk_rows - n / chunks < 128  # no small last chunk beside large ones
+            whole_waves = p.chunk_rows % 2048 == 0
+            assert whole_waves or p.chunk_rows - n / chunks < 128  # no small last chunk beside middling ones
 
     def test_whole_tiles(self, module):
         for rows, n in itertools.product((1, 16, 100, 128, 200, 1000, 5000), (1, 16, 127, 128, 1000, 4097, 16384)):

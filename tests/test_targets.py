@@ -28,31 +28,32 @@ SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 SHARED_BY_POINTER = 99
 
 POINTERS = {
-    "*i64": ("targets",),
-    "*i32": ("marked", "any_marked"),
-    "*i8": ("target_beaten", "out_top1"),
+    "*i64": ("targets", "index", "classes"),
+    "*i32": ("count",),
+    "*i8": ("out_top1",),
     "*fp32": (
-        "class_weight", "reference", "scale", "factor", "source",
-        "tile_max", "tile_sum", "tile_dot", "tile_squares", "tile_shifted", "tile_weight", "target_z",
+        "class_weight", "scale", "factor", "source", "scratch", "partials", "row_target", "row_scale",
         "out_max", "out_log_sum", "out_target", "out_scale", "out_entropy", "out_sum_log_probs", "out_squares",
         "row_max", "row_log_sum", "row_log_prob", "row_entropy", "row_a", "row_b", "row_t", "row_d",
     ),
 }  # fmt: skip
 NUMBERS = {
-    "fp32": ("logit_scale", "softcap", "limit"),
-    "i32": ("R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "size"),
+    "fp32": ("logit_scale", "softcap", "limit", "nudge"),
+    "i32": (
+        "R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "class_tiles", "width_tiles", "plane", "size",
+        "ignore_index",
+    ),
 }
 TYPES = {name: kind for table in (POINTERS, NUMBERS) for kind, names in table.items() for name in names}
 
 ALL = dict(SCALED=True, HAS_BIAS=True, HAS_SOFTCAP=True, HAS_CLASS_WEIGHT=True)
 FORWARD = dict(
     SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, ENTROPY=True, SQUARES=False,
-    SHIFTED=False, REPAIR=False, FLATTEN=False, PROGRAMS=132,
+    SHIFTED=False, REPAIR=False, PROGRAMS=132,
 )  # fmt: skip
 EVERYTHING = dict(ALL, SQUARES=True, SHIFTED=True)
 DLOGITS = dict(
-    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, HAS_B=False, HAS_D=False, FLATTEN=False,
-    PROGRAMS=132,
+    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, HAS_B=False, HAS_D=False, PROGRAMS=132,
 )  # fmt: skip
 
 
@@ -66,11 +67,11 @@ def variants(target: str, tuning) -> list:
     def gemm(name, kernel, constants, tiles, dtype, precision="ieee", **types):
         operands = {"x": dtype, "w": dtype, "bias": dtype, "exps": "bf16" if dtype != "fp32" else "fp32", **types}
         operands["out"] = operands["exps"]
-        constants = dict(constants, DESCRIPTORS=tiles.descriptors, PRECISION=precision, COMPUTE=dtype)
+        constants = dict(constants, DESCRIPTORS=tiles.loads == "descriptors", PRECISION=precision, COMPUTE=dtype)
         add(f"{name} {dtype}{' tf32' * (precision == 'tf32')}", kernel, constants, operands, tiles)
 
-    descriptors = target in ("sm_90", "sm_100")
-    tables = [(kind, t) for kind, t in tuning.HEURISTICS.items() if descriptors or not t.descriptors]
+    able = {"pointers", "descriptors"} if target in ("sm_90", "sm_100") else {"pointers"}
+    tables = [(kind, t) for kind, t in tuning.HEURISTICS.items() if t.loads in able]
     for kind, tiles in tables:
         full = "fp32" if kind == "float32" else "bf16"
         for store in (True, False):
@@ -81,7 +82,6 @@ def variants(target: str, tuning) -> list:
             gemm(f"{how}, no entropy", "forward_kernel", dict(base, ENTROPY=False), tiles, full)
         base = dict(FORWARD, STORE=True)
         gemm(f"{kind}, repair", "forward_kernel", dict(base, REPAIR=True), tiles, full)
-        gemm(f"{kind}, flattened", "forward_kernel", dict(base, FLATTEN=True), tiles, full)
         for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "SHIFTED"):
             gemm(f"{kind}, {flag}", "forward_kernel", dict(base, **{flag: True}), tiles, full)
         gemm(kind, "dlogits_kernel", DLOGITS, tiles, full)
@@ -95,22 +95,19 @@ def variants(target: str, tuning) -> list:
         gemm(f"{kind}, every option", "forward_kernel", dict(base, **EVERYTHING), tiles, "fp16")
         gemm(f"{kind}, not stored", "forward_kernel", dict(FORWARD, STORE=False), tiles, "fp16")
         gemm(f"{kind}, every option", "dlogits_kernel", everything, tiles, "fp16")
-        if not tiles.descriptors:
+        if tiles.loads == "pointers":
             mixed = {"w": "fp32", "bias": "fp32"}
             gemm(f"{kind}, fp32 weight", "forward_kernel", dict(base, HAS_BIAS=True), tiles, "bf16", **mixed)
             gemm(f"{kind}, 64-bit strides", "forward_kernel", base, tiles, "bf16", stride="i64")
+    gemm("repair beside the pipeline", "forward_kernel", dict(FORWARD, STORE=True, REPAIR=True), tuning.REPAIR, "bf16")
     if target == "sm_90":
-        for path in sorted((Path(tuning.__file__).parent / "configs").glob("*.json")):
-            table = json.loads(path.read_text())
-            for use, store in (("store", True), ("forward", False)):
-                shapes = {tuning.Tiles(**entry["tiles"])._replace(group=8) for entry in table.get(use, [])}
-                for tiles in sorted(shapes - set(tuning.HEURISTICS.values())):
-                    gemm(f"{path.stem} {tiles}", "forward_kernel", dict(FORWARD, STORE=store), tiles, "bf16")
-    for dtype, precision in (("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
-        constants = dict(ROWS=16, COLUMNS=128, DEPTH=32 if dtype == "fp32" else 64, PRECISION=precision, COMPUTE=dtype)
+        hopper(add)
+    add("", "select_kernel", dict(BLOCK=4096), {})
+    for dtype in ("bf16", "fp16", "fp32"):
+        constants = dict(ROWS=8, DEPTH=128, COMPUTE=dtype)
         for flags in (dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False), {k: ALL[k] for k in list(ALL)[:3]}):
             types = {"x": dtype, "w": dtype, "bias": dtype}
-            name = f"{dtype} {precision} {'every option' if flags['SCALED'] else ''}"
+            name = f"{dtype} {'every option' if flags['SCALED'] else ''}"
             add(name, "reference_kernel", dict(constants, **flags), types)
     for store, repair in ((False, False), (True, False), (True, True)):
         for asked in (False, True):
@@ -123,10 +120,37 @@ def variants(target: str, tuning) -> list:
         constants = dict(ROWS=128, COLUMNS=128, DEPTH=32, GROUP=8, ACCUMULATE=accumulate)
         add(f"accumulate={accumulate}", "matmul_kernel", constants, {"a": "bf16", "b": "bf16", "out": "fp32"})
     for dtype in ("bf16", "fp32"):
+        for flag in (False, True):
+            constants = dict(ROWS=4, COLUMNS=512, HAS_SOFTCAP=flag, SCALE_X=flag, PRECISE=dtype == "fp32")
+            add(f"{dtype} {flag}", "finish_kernel", constants, {"e": dtype, "x": dtype, "scaled": dtype})
         add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
     for dtype in ("bf16", "fp16", "fp32"):
         add(dtype, "scale_kernel", dict(BLOCK=1024), {"out": dtype})
     return found
+
+
+def hopper(add) -> None:
+    """The pipelined kernels: names that end in "bare" are what a trainer runs."""
+    options = dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, GROUP=16, PROGRAMS=132)
+    forward = dict(options, STORE=True, ENTROPY=True, SQUARES=False, SHIFTED=False)
+    dlogits = dict(options, HAS_B=False, HAS_D=False)
+    for dtype in ("bf16", "fp16"):
+        types = {"x": dtype, "w": dtype, "bias": dtype, "exps": "bf16", "out": "bf16"}
+        for store in (True, False):
+            base = dict(forward, STORE=store)
+            add(f"hopper {dtype} store={store} bare", "hopper.forward_kernel", base, types)
+            add(f"hopper {dtype} store={store} all", "hopper.forward_kernel", dict(base, **EVERYTHING), types)
+        for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "SHIFTED"):
+            add(f"hopper {dtype} {flag}", "hopper.forward_kernel", dict(forward, **{flag: True}), types)
+        add(f"hopper {dtype}", "hopper.dlogits_kernel", dlogits, types)
+        add(f"hopper {dtype} entropy", "hopper.dlogits_kernel", dict(dlogits, HAS_B=True), types)
+        everything = dict(dlogits, **ALL, HAS_B=True, HAS_D=True)
+        add(f"hopper {dtype} all", "hopper.dlogits_kernel", everything, types)
+    for accumulate in (False, True):
+        for classes, width in ((128, 256), (256, 128)):
+            constants = dict(PROGRAMS=132, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width)
+            types = {"e": "bf16", "x": "bf16", "out": "fp32"}
+            add(f"hopper {classes}x{width} accumulate={accumulate} bare", "hopper.weight_kernel", constants, types)
 
 
 def load(variant: Path):
@@ -183,6 +207,34 @@ def compile_variant(target, function, constants, types, tiles):
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 
+def compile_pipelined(target, function, constants, types):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    dtypes = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+    if "CLASSES" in constants:
+        classes, width = constants["CLASSES"], constants["WIDTH"]
+        blocks = {"e": (64, classes // 2), "x": (64, width), "out": (classes // 2, width // 8)}
+    else:
+        blocks = {"x": (64, 64), "w": (256, 64), "exps": (64, 64), "out": (64, 64)}
+    signature, attributes, values = {}, {}, {}
+    for index, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+        elif name in blocks:
+            layout = gl.NVMMASharedLayout.get_default_for(list(blocks[name]), dtypes[types[name]])
+            signature[name] = f"tensordesc<{types[name]}[{blocks[name][0]}, {blocks[name][1]}],{layout!r}>"
+        else:
+            signature[name] = "*" + types[name] if name in types else TYPES[name]
+        if signature[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": 4})
+
+
 def spilled_bytes(ptx: str, chip: str):
     """Bytes that ptxas stores and loads for want of registers; None where no ptxas of Triton's takes this ptx."""
     import triton
@@ -206,10 +258,16 @@ def main(variant: str, target: str) -> None:
     """Compiles everything; one line of JSON for each variant."""
     backend = load(Path(variant))
     for name, kernel, constants, types, tiles in variants(target, backend.tuning):
-        function = getattr(backend.fwd, kernel, None) or getattr(backend.bwd, kernel)
-        report = {"name": name, "descriptors": bool(tiles and tiles.descriptors)}
+        pipelined = kernel.startswith("hopper.")
+        bulk = pipelined or bool(tiles and tiles.loads == "descriptors")
+        report = {"name": name, "descriptors": bulk}
         try:
-            compiled = compile_variant(target, function, constants, types, tiles)
+            if pipelined:
+                module = importlib.import_module(f"{backend.__name__}.hopper")
+                compiled = compile_pipelined(target, getattr(module, kernel.partition(".")[2]), constants, types)
+            else:
+                function = getattr(backend.fwd, kernel, None) or getattr(backend.bwd, kernel)
+                compiled = compile_variant(target, function, constants, types, tiles)
         except Exception as error:
             report["error"] = f"{type(error).__name__}: {error}"[-1500:]
             print(json.dumps(report), flush=True)
@@ -256,10 +314,9 @@ class TestTargets:
         if target != "sm_90":
             pytest.skip("of Hopper only")
         assert all(r["wgmma"] for r in compiled if r["descriptors"])
-        main_ones = {f"forward_kernel half_descriptors, {how} bf16" for how in ("stored", "not stored")}
-        found = [r for r in compiled if r["name"] in main_ones or "H200" in r["name"]]
-        assert main_ones <= {r["name"] for r in found}
-        for report in found:
+        bare = [r for r in compiled if r["name"].endswith("bare")]
+        assert len(bare) == 8
+        for report in bare:
             assert report["spilled"] in (0, None), report  # None: no ptxas that could tell
 
 

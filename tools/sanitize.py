@@ -15,7 +15,7 @@ TOOLS = ("memcheck", "racecheck")
 
 
 def exercise() -> None:
-    """Each kernel once or twice: aligned operands (descriptors) and odd ones (pointers), every option somewhere."""
+    """Each kernel once or twice: aligned operands (bulk copies) and odd ones (pointers), every option somewhere."""
     import torch
 
     from benchmarks.peers import load_kernel
@@ -48,6 +48,9 @@ def exercise() -> None:
         (out.log_probs + out.entropy + out.lse).sum().backward()
         with torch.no_grad():
             loss(hidden, weight, targets, return_metrics=True)
+    # Several chunks, so that dW accumulates; enough tokens that the first rows start before they are counted.
+    hidden, weight, targets, _ = tensors(2100, 700, 136, torch.bfloat16)
+    loss(hidden, weight, targets, workspace=(2100 + 700) * 136 * 4 + 600 * (3 * 700 + 8 * 136)).backward()
     torch.cuda.synchronize()
 
 

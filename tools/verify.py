@@ -67,10 +67,10 @@ def _variant_problems(config: Config, variant: Path, metadata: Metadata) -> Iter
     try:
         metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, variant))
     except DigestValidationError as error:
-        yield from map(_describe, error.violations)
+        yield from map(describe_violation, error.violations)
 
 
-def _describe(violation: DigestViolation) -> str:
+def describe_violation(violation: DigestViolation) -> str:
     if isinstance(violation, DigestViolation.MissingFile):
         return f"{violation.path} is missing, but the digest lists it"
     if isinstance(violation, DigestViolation.UnknownFile):

@@ -1,5 +1,6 @@
 """The Triton backend against float64: tiny shapes under Triton's interpreter, larger ones where there is a GPU."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from .. import oracle
 from ..conftest import submodule
 from ..oracle import mean_signed_error
 
@@ -422,6 +424,59 @@ class TestDlogits:
         assert out[0, 1].item() == pytest.approx(1e-6, rel=1e-4)
 
 
+class TestSelect:
+    """Which rows count: their positions in order, their targets, their number."""
+
+    @pytest.mark.parametrize("ignore_index", [-100, 3, 2**40])
+    @pytest.mark.parametrize("tokens", [1, 31, 4096, 5000])
+    @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+    def test_against_nonzero(self, where, backend, tokens, ignore_index, share):
+        vocab = 50
+        generator = torch.Generator().manual_seed(tokens)
+        targets = torch.randint(0, vocab, (tokens,), generator=generator)
+        targets[targets == ignore_index] = 4
+        targets[torch.rand(tokens, generator=generator) >= share] = ignore_index
+        expected = (targets != ignore_index).nonzero().squeeze(1)
+        index, classes, count = backend.select(targets.to(where.device), ignore_index, vocab)
+        kept = count()
+        assert kept == len(expected)
+        assert torch.equal(index[:kept].cpu(), expected)
+        assert torch.equal(classes[:kept].cpu(), targets[expected])
+        assert (index[kept:] == 0).all() and (classes[kept:] == -1).all()
+
+    def test_targets_without_a_class(self, where, backend):
+        targets = torch.tensor([5, -1, 50, 49, -(2**60), 2**60, 0], device=where.device)
+        _, classes, count = backend.select(targets, -100, 50)
+        assert count() == 7
+        assert classes.tolist() == [5, -1, -1, 49, -1, -1, 0]
+
+
+class TestFinish:
+    """E with the target's element put in, the factor that makes dlogits of it, and the scaled hidden states."""
+
+    @pytest.mark.parametrize("softcap", [None, 4.0])
+    @pytest.mark.parametrize("logit_scale", [1.0, -0.3])
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    @pytest.mark.parametrize("a_is", ["minus t", "nothing", "t and more"])
+    def test_gives_dlogits(self, where, backend, base, dtype, softcap, logit_scale, a_is):
+        chunk = where.chunk(dtype, softcap=softcap, logit_scale=logit_scale)
+        exps = where.exps(dtype)
+        stats = run_forward(backend, base, chunk, base.Wants(), exps)
+        t = -torch.rand(where.rows, device=where.device) - 0.5
+        a = {"minus t": -t, "nothing": torch.zeros_like(t), "t and more": 2 * t}[a_is]
+        scaled = torch.full_like(chunk.x, torch.nan, dtype=exps.dtype)
+        factor = backend.finish(exps, chunk.x, chunk.targets, chunk.head(base), stats, a, t, scaled)
+        z = chunk.z
+        onehot = torch.nn.functional.one_hot(chunk.targets, where.vocab)
+        expected = a.double()[:, None] * torch.softmax(z, 1) + t.double()[:, None] * onehot
+        if softcap is not None:
+            expected = expected * (1 - (z / softcap) ** 2)
+        tolerance = 1e-5 if dtype == FP32 else 3e-3
+        assert relative_error(factor.double()[:, None] * exps.double(), logit_scale * expected) < tolerance
+        x_expected = factor.double()[:, None] * chunk.x.double()
+        assert relative_error(scaled, x_expected) < tolerance
+
+
 class TestSmallKernels:
     SHAPES = [(37, 19, 53), (16, 16, 16), (1, 1, 1), (5, 40, 3), (33, 70, 17)]
 
@@ -818,6 +873,25 @@ class TestOnlyOnAGpu:
         for g, e in zip(torch.autograd.grad(loss.sum(), tensors), torch.autograd.grad(expected.sum(), exact)):
             assert relative_error(g, e) < (1e-5 if dtype == FP32 else 3.5e-3)
 
+    @pytest.mark.parametrize("share", [0.0, 0.0005, 0.1, 0.4, 1.0])
+    @pytest.mark.parametrize("rows_at_once", [None, 256])
+    def test_first_rows_start_before_they_are_counted(self, forced, device, share, rows_at_once):
+        """N is large enough for it; fewer rows may count than have started. NaN in the others reaches nothing."""
+        inputs = oracle.make_inputs(device, BF16, (2600,), 777, 136, ignored=0.0)
+        hidden = inputs.hidden.detach().clone()
+        ignored = torch.rand(2600, generator=torch.Generator().manual_seed(0)) >= share
+        targets = inputs.targets.clone()
+        targets[ignored.to(device)] = -100
+        hidden[ignored.to(device)] = torch.nan
+        inputs = dataclasses.replace(inputs, hidden=hidden, targets=targets)
+        workspace = None
+        if rows_at_once:
+            workspace = (2600 + 777) * 136 * 4 + rows_at_once * (3 * 777 + 8 * 136)
+            assert 128 <= oracle.plan_of(forced, inputs, workspace).chunk_rows <= 512
+        outcome = oracle.run(forced, inputs, return_metrics=True, workspace=workspace)
+        expected = oracle.reference(hidden.nan_to_num(), inputs.weight, targets, inputs.bias)
+        oracle.check(outcome, expected, BF16)
+
     def test_the_repair_needs_no_synchronisation(self, forced, device):
         if device != "cuda":
             pytest.skip("needs torch.cuda.set_sync_debug_mode")
@@ -833,6 +907,7 @@ class TestOnlyOnAGpu:
             chunk.x.detach(), chunk.head(base), chunk.targets, -100,
             ops.make_call(chunk.x, chunk.weight, BF16, needs, True, None), "scalar",
         )  # fmt: skip
+        assert len(problem.rows) == where.rows  # the one wait of a call
         options = submodule(forced, "loss").LossOptions(0.0, 0.0, where.vocab)
         needs = submodule(forced, "plan").Needs(*needs)
         torch.cuda.set_sync_debug_mode("error")

@@ -2,9 +2,9 @@
 
 Rows whose target is ignore_index are dropped before anything is projected: NaN in them reaches nothing, and the cost
 follows the rows that count. Dropping them needs their number on the host: one synchronisation a call on an
-accelerator. A scalar loss of several chunks launches the first chunk's forward before it waits, so that the device has
-work meanwhile. While a CUDA graph is captured no wait is possible, so every row runs there and the ignored ones are
-masked instead.
+accelerator. A scalar loss launches the forward of its first rows before it waits, so that the device has work
+meanwhile. While a CUDA graph is captured no wait is possible, so every row runs there and the ignored ones are masked
+instead.
 
 A target outside the vocabulary raises on the CPU. Elsewhere reading it would cost a synchronisation, so its row is
 run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
@@ -27,9 +27,10 @@ from .loss import (
     token_loss,
     token_loss_upstream,
 )
-from .plan import Call, Needs, Plan, decide
+from .plan import ROW_MULTIPLE, Call, Needs, Plan, decide
 
 _SLAB_BYTES = 64 << 20
+_LEAST_EARLY_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Problem:
             self.selection = self.backend.select(targets, ignore_index, vocab)
         else:
             self._rows = select_rows(targets, ignore_index, vocab)
-        copy = self.plan.copies_weight and (self.starts_early or len(self.rows) > 0)
+        copy = self.plan.copies_weight and (self.early_rows or len(self.rows) > 0)
         self.head = head._replace(weight=weight.to(compute_dtype)) if copy else head
         self._gradient_weight = None
 
@@ -129,10 +130,13 @@ class Problem:
         return self._rows
 
     @property
-    def starts_early(self) -> bool:
-        """Whether the first chunk's forward is worth launching before the number of rows is known: where there are
-        several chunks it is seldom in vain."""
-        return self.selection is not None and self.hidden.shape[0] > self.plan.chunk_rows
+    def early_rows(self) -> int:
+        """Rows whose forward is launched before their number is known: a quarter of the tokens at most, since it is in
+        vain where fewer count; none where that would be few anyway."""
+        quarter = self.hidden.shape[0] // (4 * ROW_MULTIPLE) * ROW_MULTIPLE
+        if self.selection is None or quarter < _LEAST_EARLY_ROWS:
+            return 0
+        return min(quarter, self.plan.chunk_rows)
 
     @property
     def gradient_weight(self) -> torch.Tensor:
@@ -153,8 +157,8 @@ class Problem:
         return self._operand(self.rows.take(self.hidden, start, stop))
 
     def early_chunk(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, targets) of the first chunk's rows, as many as there may be; those that there are not have no class."""
-        stop = self.plan.chunk_rows
+        """(x, targets) of the first early_rows rows; those that there are not have no class."""
+        stop = self.early_rows
         return self._operand(self.hidden.index_select(0, self.selection.index[:stop])), self.selection.targets[:stop]
 
     def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -298,12 +302,12 @@ def loss_and_gradients(
     n_tokens, hidden_size = p.hidden.shape
     vocab = p.head.weight.shape[0]
     wants = Wants(entropy=metrics, is_top1=metrics, sum_log_probs=options.label_smoothing > 0)
-    stats = Stats.empty(n_tokens, wants, acc, p.hidden.device)
-    buffer = p.new_exps(min(p.plan.chunk_rows, n_tokens))
-    early = None
-    if p.starts_early:
-        early, targets = p.early_chunk()
-        p.backend.forward(early, targets, p.head, wants, stats.rows(0, len(early)), buffer)
+    early = p.early_rows
+    most_rows = n_tokens if early else len(p.rows)
+    stats = Stats.empty(most_rows, wants, acc, p.hidden.device)
+    buffer = p.new_exps(min(p.plan.chunk_rows, most_rows))
+    if early:
+        p.backend.forward(*p.early_chunk(), p.head, wants, stats.rows(0, early), buffer[:early])
     rows = p.rows
     stats = stats.rows(0, len(rows))
     token_weight = None if token_weight is None else rows.take(token_weight).to(acc)
@@ -333,12 +337,11 @@ def loss_and_gradients(
 
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     for start, stop in p.chunks():
-        s, e = stats.rows(start, stop), buffer[: stop - start]
-        if start == 0 and early is not None:
-            x = early[:stop]
-        else:
-            x = p.x(start, stop)
-            p.backend.forward(x, rows.cut_targets(start, stop), p.head, wants, s, e)
+        x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
+        new = min(early, stop) if start == 0 else start  # the rows before have run
+        if new < stop:
+            at = new - start
+            p.backend.forward(x[at:], rows.cut_targets(new, stop), p.head, wants, stats.rows(new, stop), e[at:])
         if options.z_loss:
             c = row_coefficients(s.lse, start, stop)
         else:  # made when the device has its first work

@@ -21,12 +21,15 @@ from . import backends, validation
 from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
-# Bytes of E that live at once when `workspace` is None. On an accelerator large enough that the GEMMs run at full
-# speed and that the fp32 dW accumulator is read and written few times. On a CPU 384 rows of a 32k vocabulary, the most
-# with which 4096 tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
+# What lives at once when `workspace` is None. On an accelerator the E of 4096 rows, or of more where that is not yet
+# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times. On a CPU 384 rows
+# of a 32k vocabulary, the most with which 4096 tokens of width 512 stay below a quarter of their logits
+# (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
-DEFAULT_CHUNK_ACCELERATOR = 1024 * MIB
+DEFAULT_ROWS_ACCELERATOR = 4096
+DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
+WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes as long as with 4096, for want of tiles
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
 SLAB_MULTIPLE = 256
@@ -98,7 +101,9 @@ class Call:
         self.row = e_row + partials + self.x_row
         self.statistics_row = partials + self.x_row if self.backend == "triton" else self.row
         device_type = device if isinstance(device, str) else device.type
-        self.default_chunk = DEFAULT_CHUNK.get(device_type, DEFAULT_CHUNK_ACCELERATOR)
+        least, most = DEFAULT_CHUNK_ACCELERATOR
+        by_rows = min(max(DEFAULT_ROWS_ACCELERATOR * self.row, least), most)
+        self.default_chunk = DEFAULT_CHUNK.get(device_type, by_rows)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
         # With outputs in the accumulation dtype the output is its own accumulator.
@@ -147,9 +152,11 @@ class Call:
 
 
 def _whole_tiles(rows: int, n_tokens: int) -> int:
-    """Equal chunks of at most `rows` rows, rounded to whole tiles where there are several."""
+    """Equal chunks of at most `rows` rows, rounded to whole tiles where there are several; large ones as WAVE_ROWS."""
     if rows >= n_tokens or rows < ROW_MULTIPLE:
         return max(1, min(rows, n_tokens))
+    if rows >= WAVE_ROWS:
+        return rows // WAVE_ROWS * WAVE_ROWS
     chunks = -(-n_tokens // (rows // ROW_MULTIPLE * ROW_MULTIPLE))
     return -(-n_tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
 

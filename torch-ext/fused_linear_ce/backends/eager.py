@@ -102,32 +102,36 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
     _project(x, head, buffer)
     column = targets.clamp(min=0).unsqueeze(1)
     weight_sum = head.class_weight_sum() if wants.sum_log_probs else None
+    needs_d = wants.entropy or wants.sum_log_probs  # z - m beside its exponential, which takes the place of z
+    d_panel = None
     for start, stop in _panels(x.shape[0], vocab, buffer.dtype):
         z, s = buffer[start:stop], stats.rows(start, stop)
-        out = z if exps is not None else None
+        if needs_d and d_panel is None:
+            d_panel = torch.empty_like(z)
         _transform(z, head)
         m = torch.amax(z, 1)
         z_y = z.gather(1, column[start:stop]).squeeze(1)
         s.max.copy_(m)
         if wants.is_top1:
             s.is_top1.copy_(_first_argmax(z, m, z_y, targets[start:stop]))
-        chi = _chain(z, head.softcap) if out is not None and head.softcap is not None else None
-        d = z - m.unsqueeze(1)
-        e = torch.exp(d, out=out)
+        chi = _chain(z, head.softcap) if exps is not None and head.softcap is not None else None
+        d = torch.sub(z, m.unsqueeze(1), out=d_panel[: stop - start] if needs_d else z)
+        e = torch.exp(d, out=z)
         total = _total(e)
         s.log_sum.copy_(_log(total, e, _total))
         torch.sub(z_y, m, out=s.target)
         if wants.sum_log_probs:
             s.sum_log_probs.copy_(_weighted_sum(d, head.class_weight) - weight_sum * s.log_sum)
         if wants.entropy:
-            d.clamp_(min=_LOG_ZERO)
+            if head.bias is not None:  # -inf only comes from it
+                d.clamp_(min=_LOG_ZERO)
             torch.sub(s.log_sum, d.mul_(e).sum(1).div_(total), out=s.entropy)
         if wants.log_sum_sq:
             torch.sub(_log(_squares(e), e, _squares), 2 * s.log_sum, out=s.log_sum_sq)
-        if out is not None:
+        if exps is not None:
             torch.reciprocal(total, out=s.scale)
             if chi is not None:
-                out.mul_(chi)
+                e.mul_(chi)
     poison = torch.where(targets < 0, torch.nan, 0.0).to(stats.max.dtype)
     for value in (stats.log_sum, stats.entropy, stats.sum_log_probs, stats.log_sum_sq):
         if value is not None:
