@@ -439,6 +439,18 @@ class TestAutograd:
         loss.backward()
         torch.testing.assert_close([t.grad for t in tensors[:3]], list(expected), rtol=1e-6, atol=1e-7)
 
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_batched_upstream_gradients(self, kernel, reduction):
+        """torch.autograd.grad(..., is_grads_batched=True), which torch.autograd.functional's vectorize uses."""
+        tensors = inputs()
+        hidden, weight, bias, targets = tensors
+        loss = kernel.fused_linear_cross_entropy(hidden, weight, targets, bias, reduction=reduction)
+        upstream = torch.randn(3, *loss.shape, generator=torch.Generator().manual_seed(0))
+        batched = torch.autograd.grad(loss, tensors[:3], upstream, retain_graph=True, is_grads_batched=True)
+        for index, one in enumerate(upstream):
+            expected = torch.autograd.grad(loss, tensors[:3], one, retain_graph=True)
+            torch.testing.assert_close([g[index] for g in batched], list(expected))
+
     @pytest.mark.parametrize("way", WAYS)
     def test_runs_are_bitwise_equal(self, kernel, way):
         tensors = inputs()

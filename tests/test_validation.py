@@ -64,6 +64,7 @@ SHARED = {
         {"targets": torch.tensor([[-1, 1, 2], [3, -100, 10]])},
     ),
     "ignore_index is a float": (TypeError, ["ignore_index", "int", "float", "-100.0"], {"ignore_index": -100.0}),
+    "ignore_index is beyond int64": (ValueError, ["ignore_index", "64 bits", str(2**63)], {"ignore_index": 2**63}),
     "ignore_index is a bool": (TypeError, ["ignore_index", "int", "bool", "True"], {"ignore_index": True}),
     "ignore_index is None": (TypeError, ["ignore_index", "int", "None"], {"ignore_index": None}),
     "logit_scale is a string": (TypeError, ["logit_scale", "number", "'1'"], {"logit_scale": "1"}),

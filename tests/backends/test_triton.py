@@ -124,15 +124,17 @@ class TestForward:
 
     @pytest.mark.parametrize("first, last", [(0, 64), (40, 150), (0, 128), (7, 8)])
     @pytest.mark.parametrize("store", [False, True])
-    def test_classes_at_minus_infinity(self, where, backend, base, first, last, store):
-        """A few of a tile, a whole tile, the first tiles, the last ones, all that the reference looks at."""
-        chunk = where.chunk(bias=True)
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    def test_classes_at_minus_infinity(self, where, backend, base, dtype, first, last, store):
+        """A few of a tile, a whole tile, the first tiles, the last ones."""
+        chunk = where.chunk(dtype, bias=True)
         last = where.vocab if last == 150 else last
         chunk.bias[first:last] = -torch.inf
         masked = (chunk.targets >= first) & (chunk.targets < last)
         chunk.targets[masked] = where.vocab - 1 if last < where.vocab else 0
         wants = base.Wants(entropy=True, log_sum_sq=True, is_top1=True)
-        stats = check_forward(backend, base, chunk, wants, where.exps() if store else None)
+        close = {} if dtype == FP32 else {"exps_tolerance": STORED}
+        stats = check_forward(backend, base, chunk, wants, where.exps(dtype) if store else None, **close)
         assert stats.log_sum.isfinite().all()
 
     @pytest.mark.parametrize("store", [False, True])
@@ -617,7 +619,10 @@ def _several_slabs(plan) -> bool:
 
 # Ways in which dlogits are recomputed, and rounded where the GEMMs are of half precision.
 RECOMPUTED = {
-    "rows": Case({"reduction": "none"}, bias=True, plan=lambda p: p.kept_rows == 0 and p.slab == p.vocab),
+    "rows": Case(
+        {"reduction": "none", "label_smoothing": 0.1, "softcap": 5.0},  # no factor per row, hence nothing to keep
+        bias=True, plan=lambda p: p.kept_rows == 0 and p.slab == p.vocab,
+    ),
     "slabs": Case({}, bias=True, plan=_several_slabs),
     "smoothed": Case({"label_smoothing": 0.1}, bias=True, plan=_several_slabs),
     "softcap": Case({"softcap": 5.0}, bias=True, plan=_several_slabs),
@@ -836,8 +841,13 @@ class TestPublicFunctions:
                 *tensors[:2], targets, tensors[2], workspace=workspace, **case.options
             )
             results.append((loss.detach(), *torch.autograd.grad(loss.sum(), tensors)))
-        close = 1e-5 if dtype == FP32 else 2**-7  # one rounding to bf16, of sums in another order
-        torch.testing.assert_close(results[1], results[0], rtol=close, atol=1e-5)
+        if dtype == FP32:
+            torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+            return
+        # In bf16 an element of E may round the other way: a logit's last bit can depend on its row's place in a tile.
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
+        for masked, dropped in zip(results[1][1:], results[0][1:]):
+            assert relative_error(masked, dropped) < 1e-3
 
     def test_all_tokens_ignored(self, where, forced):
         chunk = where.chunk(BF16)
@@ -891,6 +901,14 @@ class TestOnlyOnAGpu:
         outcome = oracle.run(forced, inputs, return_metrics=True, workspace=workspace)
         expected = oracle.reference(hidden.nan_to_num(), inputs.weight, targets, inputs.bias)
         oracle.check(outcome, expected, BF16)
+
+    def test_under_a_default_device(self, forced, device):
+        """Small tensors that belong on the host stay there."""
+        chunk = Where(device, 37, 300, 64).chunk(BF16)
+        with torch.device(device):
+            loss = forced.fused_linear_cross_entropy(chunk.x.requires_grad_(), chunk.weight, chunk.targets)
+            loss.backward()
+        assert loss.isfinite() and chunk.x.grad.isfinite().all()
 
     def test_the_repair_needs_no_synchronisation(self, forced, device):
         if device != "cuda":

@@ -133,6 +133,11 @@ def _loss_setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _batched(grad: Optional[Tensor]) -> bool:
+    """Whether it stands for several upstream gradients: torch.autograd.grad(..., is_grads_batched=True)."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def _graph_is_kept() -> bool:
     """Whether the running backward may be followed by another over the same graph (retain_graph, create_graph)."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -142,7 +147,8 @@ def _graph_is_kept() -> bool:
 def _nothing_to_scale(grad: Tensor, saved: tuple, dtypes: tuple) -> bool:
     """Whether the saved gradients can be handed over as they are: the scalar is 1, which is known without a
     synchronisation or a guard, and nobody will ask for them again."""
-    readable = type(grad) is Tensor and grad.device.type == "cpu" and not torch.compiler.is_compiling()
+    plain = type(grad) is Tensor and not _batched(grad)
+    readable = plain and grad.device.type == "cpu" and not torch.compiler.is_compiling()
     same = all(s.dtype == d and s.is_contiguous() for s, d in zip(saved, dtypes))
     return readable and same and grad.item() == 1 and not _graph_is_kept()
 
@@ -178,7 +184,7 @@ class _LossForward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        return _loss_gradients(ctx, grad, _loss_backward)
+        return _loss_gradients(ctx, grad, loss_backward if _batched(grad) else _loss_backward)
 
 
 def _token_forward(
@@ -337,7 +343,8 @@ class _TokenForward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        return _token_gradients(ctx, grads, _token_backward)
+        batched = any(_batched(g) for g in grads[:4])
+        return _token_gradients(ctx, grads, token_backward if batched else _token_backward)
 
 
 # What an operator runs, and the same with its gradient.

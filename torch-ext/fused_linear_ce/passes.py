@@ -76,7 +76,10 @@ class Rows:
 
 
 def _capturing(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if tensor.device.type != "cuda":
+        return False
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int) -> Rows:

@@ -89,6 +89,8 @@ def check_compute_dtypes(hidden, weight, bias, autocast: bool) -> None:
 def check_ignore_index(ignore_index) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__} {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must be an int of 64 bits, as targets are, got {ignore_index}")
 
 
 def _real(name: str, value) -> float:

@@ -120,7 +120,7 @@ def select(targets: torch.Tensor, ignore_index: int, vocab: int) -> Selection:
         )
         if device.type == "cpu":
             return Selection(index, classes, count.item)
-        on_host = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        on_host = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
         on_host.copy_(count, non_blocking=True)
         copied = getattr(torch, device.type).Event()
         copied.record()

@@ -112,8 +112,10 @@ def chain(value, z, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def reference_error(c, PRECISE: tl.constexpr):
-    """By how much the reference that exponentials() really uses lies below c: what rounding took off c log2 e."""
-    return 0.0 if PRECISE else LN_2 * tl.fma(c, LOG2_E, -(c * LOG2_E))
+    """By how much the reference that exponentials() really uses lies below c: what rounding took off c log2 e. 0 for
+    the maximum -inf of a tile without a finite logit, whose reference is 0."""
+    finite = tl.where(c == float("-inf"), 0.0, c)
+    return 0.0 if PRECISE else LN_2 * tl.fma(finite, LOG2_E, -(finite * LOG2_E))
 
 
 @triton.jit
