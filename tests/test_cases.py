@@ -78,8 +78,9 @@ def test_c04_no_gradient_where_the_first_label_is_ignored(kernel, dev):
     """https://github.com/linkedin/Liger-Kernel/issues/678: reduction "none" and many ignored labels."""
     inputs = oracle.make_inputs(dev, ignored=0.8)
     inputs.targets[:10] = -100
-    outcome = oracle.run(kernel, inputs, reduction="none", upstream=torch.ones(150, device=dev))
-    expected = oracle.reference(*inputs.positional(), reduction="none")
+    upstream = (inputs.targets != -100).to(torch.float32)  # a masked mean's: 0 in the first, ignored row
+    outcome = oracle.run(kernel, inputs, reduction="none", upstream=upstream)
+    expected = oracle.reference(*inputs.positional(), reduction="none", upstream=upstream)
     assert expected.grads[1].norm() > 1
     oracle.check(outcome, expected, torch.float32)
 
@@ -290,7 +291,7 @@ def test_c15_gradients_are_made_under_no_grad(kernel, dev):
 def test_c17_only_the_last_labels_count(kernel, dev, how):
     """https://github.com/unslothai/unsloth/issues/5230: chunks without a valid row must not reset what was added."""
     inputs = oracle.make_inputs(dev, ignored=0.0, lead=(2, 500))
-    inputs.targets[:, 3:-4] = -100
+    inputs.targets[:, 3:-104] = -100  # those that count fill several of the small workspaces' chunks
     workspace = oracle.workspace_for(kernel, how, inputs)
     expected = oracle.reference(*inputs.positional())
     assert expected.grads[1].norm() > 0.1

@@ -451,6 +451,23 @@ class TestAutograd:
             expected = torch.autograd.grad(loss, tensors[:3], one, retain_graph=True)
             torch.testing.assert_close([g[index] for g in batched], list(expected))
 
+    def test_a_trace_serves_other_masks(self, kernel):
+        """torch.jit.trace records the operator, not what one mask made of it."""
+        hidden, weight, bias, targets = inputs()
+        hidden, weight, bias = (t.detach() for t in (hidden, weight, bias))
+        call = kernel.fused_linear_cross_entropy
+        traced = torch.jit.trace(lambda h, y: call(h, weight, y, bias, reduction="sum"), (hidden, targets))
+        other = torch.where(torch.arange(len(targets)) % 2 == 0, targets.clamp(min=0), -100)
+        torch.testing.assert_close(traced(hidden, other), call(hidden, weight, other, bias, reduction="sum"))
+
+    def test_lazily_negated_views(self, kernel):
+        hidden, weight, bias, targets = inputs()
+        hidden, weight, bias = (t.detach() for t in (hidden, weight, bias))
+        negated = torch.complex(weight, weight).conj().imag
+        assert negated.is_neg()
+        call = kernel.fused_linear_cross_entropy
+        torch.testing.assert_close(call(hidden, negated, targets, bias), call(hidden, -weight, targets, bias))
+
     @pytest.mark.parametrize("way", WAYS)
     def test_runs_are_bitwise_equal(self, kernel, way):
         tensors = inputs()

@@ -179,6 +179,32 @@ def test_the_raw_backwards_refuse(kernel, name):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("reduction, shape", [("none", (3, 2)), ("none", ()), ("mean", (2, 3)), ("sum", (1,))])
+def test_upstream_gradients_of_another_shape_are_refused(kernel, reduction, shape):
+    *_, saved = kernel.fused_linear_cross_entropy_forward(**arguments(), reduction=reduction)
+    refused(
+        kernel.fused_linear_cross_entropy_backward, ValueError, ["grad_loss", str(shape)], grad_loss=zeros(*shape),
+        saved=saved, reduction=reduction, **arguments(),
+    )  # fmt: skip
+    _, saved = kernel.fused_linear_log_probs_forward(**arguments())
+    refused(
+        kernel.fused_linear_log_probs_backward, ValueError, ["grads.log_probs", "(50,)"],
+        grads=kernel.LogProbs(log_probs=zeros(50)), saved=saved, **arguments(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("n_tokens", -1), ("n_tokens", 2.5), ("vocab", 0), ("hidden_size", 0), ("dtype", torch.int8), ("dtype", "bf16"),
+     ("weight_dtype", torch.int64), ("device_type", "cuda:0"), ("device_type", "tpu"), ("upstream", "foo"),
+     ("needs", (True,))],
+)  # fmt: skip
+def test_plan_refuses(kernel, name, value):
+    sizes = {"n_tokens": 10, "vocab": 20, "hidden_size": 4, name: value}
+    error = TypeError if name.endswith("dtype") else ValueError
+    refused(kernel.plan, error, ["needs_grad" if name == "needs" else name, str(value)], **sizes)
+
+
 def test_an_upstream_gradient_that_leads_nowhere_is_refused(kernel):
     _, saved = kernel.fused_linear_log_probs_forward(**arguments(), outputs=("log_probs", "mean_logits"))
     for name in ("mean_logits", "log_sum_sq_probs", "is_top1"):

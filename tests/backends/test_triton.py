@@ -222,6 +222,12 @@ class TestForward:
         for name in ("log_sum", "target", "entropy", "log_sum_sq"):
             torch.testing.assert_close(getattr(moved, name), getattr(plain, name), rtol=2e-4, atol=2e-3)
 
+    @pytest.mark.parametrize("softcap", [1e4, 1e8, 1e30])
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    def test_a_softcap_far_above_the_logits_is_none(self, where, backend, base, dtype, softcap):
+        chunk = where.chunk(dtype, softcap=softcap)
+        check_forward(backend, base, chunk, base.Wants(entropy=True))
+
     @pytest.mark.parametrize("softcap", [0.5, 30.0])
     @pytest.mark.parametrize("dtype, relative", [(FP32, 2e-6), (FP16, None)])
     def test_tanh(self, where, backend, base, dtype, relative, softcap):

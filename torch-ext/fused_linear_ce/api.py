@@ -67,6 +67,7 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
 
 def _asked(needs_grad: tuple, bias: Optional[Tensor]) -> Needs:
     """The raw pairs' needs_grad; without a bias there is no gradient of it."""
+    validation.check_needs_grad(needs_grad)
     return Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
 
 
@@ -400,6 +401,7 @@ def fused_linear_cross_entropy_backward(
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
     loss = _check_loss(hidden, weight, targets, label_smoothing, z_loss, class_weight, token_weight, False)
     needs = _asked(needs_grad, bias)
+    validation.check_upstream("grad_loss", grad_loss, targets.shape if reduction == "none" else torch.Size())
     divisor, *saved = saved
     with torch.no_grad():
         grad = grad_loss / divisor
@@ -463,8 +465,8 @@ def fused_linear_log_probs_backward(
         (grad_hidden, grad_weight, grad_bias) in the dtypes of their tensors; None where needs_grad says so.
     """
     names = validation.check_outputs(outputs)
-    validation.check_grads(grads, names)
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
+    validation.check_grads(grads, names, targets.shape)
     needs = _asked(needs_grad, bias)
     flat = tuple(None if g is None else g.reshape(-1) for g in (grads.log_probs, grads.entropy, grads.lse))
     with torch.no_grad():

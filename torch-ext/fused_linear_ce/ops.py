@@ -135,7 +135,15 @@ def _loss_setup(ctx, inputs, output) -> None:
 
 def _batched(grad: Optional[Tensor]) -> bool:
     """Whether it stands for several upstream gradients: torch.autograd.grad(..., is_grads_batched=True)."""
-    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+    if grad is None or torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def _recorded(*grads: Optional[Tensor]) -> bool:
+    """Whether a backward has to be an operator: to be traced, to be batched, or (create_graph) to be found by a second
+    derivative, which the operator refuses."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or any(_batched(g) for g in grads)
 
 
 def _graph_is_kept() -> bool:
@@ -182,9 +190,8 @@ class _LossForward(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        return _loss_gradients(ctx, grad, loss_backward if _batched(grad) else _loss_backward)
+        return _loss_gradients(ctx, grad, loss_backward if _recorded(grad) else _loss_backward)
 
 
 def _token_forward(
@@ -341,10 +348,8 @@ class _TokenForward(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        batched = any(_batched(g) for g in grads[:4])
-        return _token_gradients(ctx, grads, token_backward if batched else _token_backward)
+        return _token_gradients(ctx, grads, token_backward if _recorded(*grads[:4]) else _token_backward)
 
 
 # What an operator runs, and the same with its gradient.
@@ -374,6 +379,6 @@ def call(operator, *inputs):
 
 
 def _watched() -> bool:
-    """Whether dispatch modes (fake tensors, tracing, flop counters) or functorch transforms are active."""
+    """Whether dispatch modes (fake tensors, flop counters), functorch transforms or torch.jit.trace are active."""
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
-    return transforms or torch._C._len_torch_dispatch_stack() > 0
+    return transforms or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None

@@ -105,6 +105,11 @@ class Problem:
     def __init__(
         self, hidden: torch.Tensor, head: Head, targets: torch.Tensor, ignore_index: int, call: Call, upstream: str
     ):
+        # Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign.
+        hidden = hidden.resolve_neg()
+        head = head._replace(
+            **{f: t.resolve_neg() for f, t in head._asdict().items() if isinstance(t, torch.Tensor) and t.is_neg()}
+        )
         weight, compute_dtype = head.weight, head.compute_dtype
         self.call = call
         self.plan: Plan = decide(call, hidden.shape[0], upstream)

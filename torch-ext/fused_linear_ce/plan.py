@@ -250,8 +250,12 @@ def plan(
         Plan.
 
     Raises:
+        TypeError, ValueError: which argument is wrong, and its value.
         ValueError: workspace is smaller than the smallest plan, which the message names.
     """
+    sizes = {"n_tokens": n_tokens, "vocab": vocab, "hidden_size": hidden_size}
+    dtypes = {"dtype": dtype, "hidden_dtype": hidden_dtype or dtype, "weight_dtype": weight_dtype or dtype}
+    validation.check_plan(sizes, dtypes, device_type, needs, upstream)
     validation.check_workspace(workspace)
     call = Call(
         vocab, hidden_size, dtype, hidden_dtype or dtype, weight_dtype or dtype, device_type, Needs(*needs),

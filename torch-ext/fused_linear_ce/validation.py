@@ -204,8 +204,39 @@ def check_target_values(targets: torch.Tensor, ignore_index: int, vocab: int) ->
         )
 
 
-def check_grads(grads, outputs: tuple[str, ...]) -> None:
+def check_upstream(name: str, value, shape: torch.Size) -> None:
+    """An upstream gradient handed to a raw backward."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.shape != shape:
+        raise ValueError(f"{name} must have its output's shape {tuple(shape)}, got {tuple(value.shape)}")
+
+
+def check_needs_grad(needs_grad) -> None:
+    if not isinstance(needs_grad, (tuple, list)) or len(needs_grad) != 3:
+        raise ValueError(f"needs_grad must be three bools, for hidden, weight and bias, got {needs_grad!r}")
+
+
+def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream) -> None:
+    """plan()'s arguments."""
+    for name, size in sizes.items():
+        least = 0 if name == "n_tokens" else 1
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+            raise ValueError(f"{name} must be an int of at least {least}, got {size!r}")
+    for name, dtype in dtypes.items():
+        if dtype not in _FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(map(str, _FLOATS))}, got {dtype!r}")
+    if device_type not in ("cpu", "cuda", "xpu"):
+        raise ValueError(f'device_type must be "cpu", "cuda" (also for ROCm) or "xpu", got {device_type!r}')
+    check_needs_grad(needs)
+    if upstream not in ("scalar", "token"):
+        raise ValueError(f'upstream must be "scalar" or "token", got {upstream!r}')
+
+
+def check_grads(grads, outputs: tuple[str, ...], shape: torch.Size) -> None:
     """Upstream gradients of the log-probabilities' backward: only of differentiable outputs that were asked for."""
+    if not hasattr(grads, "_asdict"):
+        raise TypeError(f"grads must be a LogProbs, got {type(grads).__name__}")
     for name, value in grads._asdict().items():
         if value is None:
             continue
@@ -213,3 +244,4 @@ def check_grads(grads, outputs: tuple[str, ...]) -> None:
             raise ValueError(f"grads.{name}: {name} has no gradient")
         if name == "entropy" and name not in outputs:
             raise ValueError(f"grads.entropy is given but outputs={outputs} does not name 'entropy'")
+        check_upstream(f"grads.{name}", value, shape)

@@ -17,6 +17,7 @@ from . import forward_kernels as fwd
 from . import gradient_kernels as bwd
 from . import tuning
 
+_LARGE_SOFTCAP = 100.0
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -54,6 +55,13 @@ def _describable(tensor: torch.Tensor) -> bool:
     )
 
 
+def _softcap_kind(dtype: torch.dtype, softcap: Optional[float]) -> int:
+    """HAS_SOFTCAP of logits.transform. Beside half precision's own errors 1e-7 of a softcap of 30 or 50 is nothing."""
+    if softcap is None:
+        return 0
+    return 2 if dtype == torch.float32 or softcap > _LARGE_SOFTCAP else 1
+
+
 class _Launch:
     """What forward_kernel and dlogits_kernel share: operands, tiles and flags for x (R, H) against a head."""
 
@@ -79,7 +87,7 @@ class _Launch:
             "PROGRAMS": programs,
             "SCALED": head.logit_scale != 1.0,
             "HAS_BIAS": head.bias is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
+            "HAS_SOFTCAP": _softcap_kind(x.dtype, head.softcap),
             "HAS_CLASS_WEIGHT": head.class_weight is not None,
             "num_warps": t.warps,
         }
@@ -142,8 +150,8 @@ def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head, scratch: torc
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
         ROWS=rows, DEPTH=128,
-        SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None,
-        COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
+        SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=_softcap_kind(x.dtype, head.softcap), COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
 
 
@@ -214,7 +222,7 @@ def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Te
                 e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), t.contiguous(),
                 factor, x if scaled is None else scaled, rows, hidden_size, e.stride(0), x.stride(0),
                 head.logit_scale, 1.0 if head.softcap is None else head.softcap, NUDGE[torch.float32],
-                ROWS=block, COLUMNS=512, HAS_SOFTCAP=head.softcap is not None, SCALE_X=scaled is not None,
+                ROWS=block, COLUMNS=512, HAS_SOFTCAP=_softcap_kind(x.dtype, head.softcap), SCALE_X=scaled is not None,
                 PRECISE=x.dtype == torch.float32, num_warps=4,
             )  # fmt: skip
     return factor

@@ -82,7 +82,7 @@ def reference_kernel(
         b = tl.load(w_rows + (k + depth).to(tl.int64)[None, :] * stride_wh, mask=mask, other=0.0)
         dot += a.to(tl.float32) * b.to(COMPUTE).to(tl.float32)
     beta = column_bias(bias, tl.where(known, y, 0), V, COMPUTE) if HAS_BIAS else 0.0
-    z = transform(tl.sum(dot, 1), beta, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
+    z = transform(tl.sum(dot, 1), beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
     z = tl.where(known & (z > float("-inf")) & (z < float("inf")), z, 0.0)
     tl.store(reference + rows, z, mask=rows < R)
 
@@ -126,7 +126,7 @@ def forward_kernel(
                 PRECISION,
             )  # fmt: skip
             beta = column_bias(bias, columns, V, COMPUTE)[None, :] if HAS_BIAS else 0.0
-            z = transform(product, beta, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
+            z = transform(product, beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
             if STORE:
                 c = tl.load(reference + rows, mask=live, other=0.0)
                 if column + COLUMNS > V:

@@ -30,7 +30,7 @@ def dlogits_kernel(
             x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS, PRECISION
         )
         beta = column_bias(bias, columns, V, COMPUTE)[None, :] if HAS_BIAS else 0.0
-        z = transform(product, beta, logit_scale, softcap, COMPUTE, SCALED, HAS_BIAS, HAS_SOFTCAP)
+        z = transform(product, beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
         m = tl.load(row_max + rows, mask=live, other=0.0)
         log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
         a = tl.load(row_a + rows, mask=live, other=0.0)

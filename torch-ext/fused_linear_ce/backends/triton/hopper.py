@@ -268,7 +268,7 @@ def _forward_tiles(
         columns = column + at
         if HAS_BIAS:
             z += column_bias(bias, columns, V, COMPUTE)[None, :]
-        z = transform(z, 0.0, logit_scale, softcap, COMPUTE, SCALED, False, HAS_SOFTCAP)
+        z = transform(z, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
         if column + COLUMNS > V:
             # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
             outside = c[:, None] + LOG_ZERO if STORE else gl.full([size, COLUMNS], float("-inf"), gl.float32, layout)
@@ -388,7 +388,7 @@ def _dlogits_tiles(
         columns = column + at
         if HAS_BIAS:
             z += column_bias(bias, columns, V, COMPUTE)[None, :]
-        z = transform(z, 0.0, logit_scale, softcap, COMPUTE, SCALED, False, HAS_SOFTCAP)
+        z = transform(z, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
         value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
         if has_target:
             t = gl.load(row_t + rows, mask=live, other=0.0)

@@ -70,7 +70,7 @@ def exp(d, PRECISE: tl.constexpr):
 @triton.jit
 def tanh(x, SERIES: tl.constexpr):
     """tanh without a library call: 1 - 2 / (exp(2x) + 1), which saturates at +-1 and keeps NaN. Its absolute error is
-    1e-7; SERIES takes the odd series near 0, where fp32 inputs deserve a relative one."""
+    1e-7; SERIES takes the odd series near 0, where fp32 inputs and large softcaps deserve a relative one."""
     value = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
     if SERIES:
         s = x * x
@@ -87,17 +87,19 @@ def column_bias(bias, columns, V, compute_type: tl.constexpr):
 
 @triton.jit
 def transform(
-    product, bias, logit_scale, softcap, compute_type: tl.constexpr,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    product, bias, logit_scale, softcap, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """z = softcap * tanh(logit_scale * (product + bias) / softcap), with a bias that broadcasts to the product."""
+    """z = softcap * tanh(logit_scale * (product + bias) / softcap), with a bias that broadcasts to the product.
+
+    HAS_SOFTCAP: 0 none; 1 with tanh's absolute error, times the softcap; 2 with its relative error.
+    """
     z = product
     if HAS_BIAS:
         z += bias
     if SCALED:
         z = z * logit_scale
     if HAS_SOFTCAP:
-        z = softcap * tanh(z * (1.0 / softcap), compute_type == tl.float32)
+        z = softcap * tanh(z * (1.0 / softcap), HAS_SOFTCAP == 2)
     return z
 
 
