@@ -120,8 +120,9 @@ def test_card_lists_the_public_api():
     assert "\n\n\n" not in text
 
 
-def test_card_example_runs(kernel, tmp_path):
+def test_card_example_runs(build_dir, monkeypatch):
     """The card's code, as it stands, with the kernel under test in place of a published one."""
+    monkeypatch.setenv("LOCAL_KERNELS", f"{CONFIG.repo_id}={build_dir}")
     _, _, rest = card.render(CONFIG).partition("```python\n")
     code, _, _ = rest.partition("```")
     namespace = {}

@@ -196,7 +196,7 @@ def test_upstream_gradients_of_another_shape_are_refused(kernel, reduction, shap
 @pytest.mark.parametrize(
     "name, value",
     [("n_tokens", -1), ("n_tokens", 2.5), ("vocab", 0), ("hidden_size", 0), ("dtype", torch.int8), ("dtype", "bf16"),
-     ("weight_dtype", torch.int64), ("device_type", "cuda:0"), ("device_type", "tpu"), ("upstream", "foo"),
+     ("weight_dtype", torch.int64), ("device_type", "cuda:0"), ("upstream", "foo"),
      ("needs", (True,))],
 )  # fmt: skip
 def test_plan_refuses(kernel, name, value):
