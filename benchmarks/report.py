@@ -343,7 +343,9 @@ def plot(group: Group, path: Path) -> None:
     right.set_xscale("log", base=2)
     if memory:
         low, high = max(1.0, min(memory)) * 0.7, max(1.0, *memory) * 1.4
-        powers = [4**k for k in range(12) if low < 4**k < high] or [2**k for k in range(24) if low < 2**k < high]
+        powers = next(  # the finest ticks whose labels don't touch
+            p for b in (2, 4, 16, 64) if len(p := [b**k for k in range(24) if low < b**k < high]) <= 5 or b == 64
+        )
         right.set_xlim(low, high)
         right.set_xticks(powers, [f"{t // 1024} GiB" if t >= 1024 else f"{t} MiB" for t in powers])
     right.minorticks_off()

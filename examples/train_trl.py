@@ -6,8 +6,8 @@
 
 Model, data, order and optimizer are the same, in fp32, so loss, entropy and token accuracy must agree at every step,
 or the script fails. It needs no network: the text is the help that ships with Python, the model is made from its
-configuration. On a CPU the two take about as long as each other; what the kernel is worth on a GPU stands in
-docs/trl.md.
+configuration. On a CPU the two take about as long as each other. TRL and the adapter have to be importable: `make
+demo` takes them from .venv/trl and integrations/trl.
 """
 
 import argparse

@@ -751,7 +751,8 @@ def test_the_page_lists_every_check_and_failure():
         ([REPO, SHA, "--manifest", "{tmp}/none"], "{tmp}/none can't be read as JSON: "),
     ],
 )
-def test_wrong_arguments(tmp_path, capsys, arguments, message):
+def test_wrong_arguments(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.delenv("LOCAL_KERNELS", raising=False)  # which main() takes out, for good
     entry = {"dependency": {"repo-id": "other/kernel", "version": 1}, "lock": {"commit": SHA}}
     (tmp_path / "lock").write_text(json.dumps([entry]))
     with pytest.raises(SystemExit) as caught:
