@@ -88,17 +88,19 @@ def absent_result(about: dict) -> dict:
     return {"title": about["title"], "metrics": about["metrics"], "status": "absent", "reason": about["reason"]}
 
 
-def run(args: argparse.Namespace) -> dict:
-    started = time.monotonic()
-    device = torch.device(args.device)
+def select_device(name: str) -> torch.device:
+    """The device, made the current one; a "cuda" without an index is the current GPU."""
+    device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    settings = Settings(args.rounds, args.budget, args.min_iterations, not args.no_errors)
-    contenders, about = load_contenders(args.contenders, peers.Options(build=args.build))
-    report = {
-        "schema": SCHEMA,
+    return device
+
+
+def report_head(schema: int, now: datetime.datetime, device: torch.device, packages) -> dict:
+    """What every results file says of when, from what and on what it was made."""
+    return {
+        "schema": schema,
         "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
         "device": describe_device(device),
@@ -106,9 +108,19 @@ def run(args: argparse.Namespace) -> dict:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "triton": peers.version("triton"),
-            "kernels": peers.version("kernels"),
+            **{package: peers.version(package) for package in packages},
         },
+    }
+
+
+def run(args: argparse.Namespace) -> dict:
+    started = time.monotonic()
+    device = select_device(args.device)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    settings = Settings(args.rounds, args.budget, args.min_iterations, not args.no_errors)
+    contenders, about = load_contenders(args.contenders, peers.Options(build=args.build))
+    report = {
+        **report_head(SCHEMA, now, device, ("triton", "kernels")),
         "settings": {**dataclasses.asdict(settings), "seed": args.seed},
         "peers": about,
         "skipped": [],

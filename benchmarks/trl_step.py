@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import json
 import math
-import platform
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ if __package__ in (None, ""):  # run as a file
     __package__ = "benchmarks"
 
 from . import peers, timing
-from .loss import RESULTS, commit, describe_device, slug
+from .loss import RESULTS, report_head, select_device, slug
 from .runner import is_oom, log
 from .trl_heads import BOUNDS, HEADS, Head, Options, own_forward
 from .trl_rows import GPU_ROWS, IGNORE_INDEX, ROWS, Row, build_model, causal_lm, make_batch
@@ -216,23 +215,11 @@ def load_heads(names: list[str], options: Options) -> tuple[list[Head], dict]:
 
 def run(args: argparse.Namespace) -> dict:
     started = time.monotonic()
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        torch.cuda.set_device(device)
+    device = select_device(args.device)
     heads, about = load_heads(args.heads, Options(args.build, args.chunked_trl))
     now = datetime.datetime.now(datetime.timezone.utc)
     report = {
-        "schema": SCHEMA,
-        "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit(),
-        "device": describe_device(device),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            **{package: peers.version(package) for package in PACKAGES},
-        },
+        **report_head(SCHEMA, now, device, PACKAGES),
         "settings": {"rounds": args.rounds, "budget_s": args.budget, "min_iterations": args.min_iterations,
                      "seed": args.seed},
         "heads": about,
