@@ -206,14 +206,18 @@ class GradientSink:
         self.problem.backend.grad_weight(e, x, self.weight, self.weight_started)
         self.weight_started = True
 
+    @property
+    def _hidden_in_place(self) -> bool:
+        """Whether a chunk's dX can be made where it ends up: no row is left out, and nothing rounds it on the way."""
+        return self.problem.rows.index is None and self.hidden.dtype == self.problem.acc
+
     def _hidden_buffer(self, start: int, stop: int) -> torch.Tensor:
-        """Where a chunk's dX is made: in place where it ends up."""
-        if self.problem.rows.index is None and self.hidden.dtype == self.problem.acc:
+        if self._hidden_in_place:
             return self.hidden[start:stop]
         return self.problem.new_accumulator(stop - start, self.hidden.shape[1])
 
     def _put_hidden(self, values: torch.Tensor, start: int, stop: int) -> None:
-        if self.problem.rows.index is not None or self.hidden.dtype != self.problem.acc:
+        if not self._hidden_in_place:
             self.problem.rows.put(values, self.hidden, start, stop)
 
     def add_scaled(self, start: int, stop: int, x, e: torch.Tensor, stats: Stats, c: Coefficients) -> None:

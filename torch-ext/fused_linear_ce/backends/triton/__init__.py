@@ -1,6 +1,7 @@
 """The Triton backend: the seven functions of base.py as launches of the kernels beside this file.
 
-Every launch runs under the guard of its tensors' device and takes 64-bit offsets; nothing here synchronises.
+Every launch runs under the guard of its tensors' device and takes 64-bit offsets; nothing here waits for the
+device but the count that select() hands out.
 """
 
 import contextlib
