@@ -536,9 +536,12 @@ class TestDevices:
         pytest.importorskip("triton")
         entered = []
         monkeypatch.setattr(getattr(torch, type_), "device", lambda d: entered.append(d))
-        tensor = types.SimpleNamespace(device=torch.device(type_, 1))
-        submodule(kernel, "backends.triton")._guard(tensor)
+        monkeypatch.setattr(getattr(torch, type_), "current_device", lambda: 0)
+        guard = submodule(kernel, "backends.triton")._guard
+        guard(types.SimpleNamespace(device=torch.device(type_, 1)))
         assert entered == [torch.device(type_, 1)]
+        with guard(types.SimpleNamespace(device=torch.device(type_, 0))):  # it is the current one
+            assert entered == [torch.device(type_, 1)]
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("way", WAYS)

@@ -32,6 +32,30 @@ class TestWhichWay:
         p = plan(*QWEN)
         assert (p.gradients, p.flop_g, p.kept_rows, p.slab) == ("forward", 3.0, 0, QWEN[1])
 
+    def test_scalar_losses_of_one_chunk_keep_it_until_the_backward(self, plan):
+        """Their dW is then one GEMM, without an accumulator to scale: for accelerators, dtypes and sizes that gain."""
+        pytest.importorskip("triton")
+        n, v, h = 2048, *QWEN[1:]
+        p = plan(n, v, h)
+        assert (p.gradients, p.flop_g, p.kept_rows, p.slab) == ("backward", 3.0, n, v)
+        ways = {
+            "autocast": plan(n, v, h, weight_dtype=FP32).gradients,
+            "without dX": plan(n, v, h, needs=(False, True, False)).gradients,
+            "enough workspace": plan(n, v, h, workspace=2048 * MIB).gradients,
+            "several chunks": plan(16384, v, h).gradients,
+            "little workspace": plan(n, v, h, workspace=1024 * MIB).gradients,
+            "frozen head": plan(n, v, h, needs=(True, False, False)).gradients,
+            "fp16": plan(n, v, h, FP16).gradients,
+            "small weight": plan(n, 4096, 512).gradients,
+            "CPU": plan(512, 4096, 4096, FP32, device_type="cpu").gradients,
+            "no token": plan(0, v, h).gradients,
+        }
+        assert ways == {
+            "autocast": "backward", "without dX": "backward", "enough workspace": "backward",
+            "several chunks": "forward", "little workspace": "forward", "frozen head": "forward", "fp16": "forward",
+            "small weight": "forward", "CPU": "forward", "no token": "forward",
+        }  # fmt: skip
+
     @pytest.mark.parametrize("needs", ALL_NEEDS, ids=str)
     @pytest.mark.parametrize("upstream", ["scalar", "token"])
     def test_a_gradient_that_is_not_wanted_costs_nothing(self, plan, needs, upstream):
@@ -205,8 +229,9 @@ class TestIndependence:
         assert again == expected
 
     @pytest.mark.parametrize("needs", ALL_NEEDS[1:], ids=str)
-    def test_of_the_number_of_tokens_where_the_workspace_is_the_default(self, module, needs):
+    def test_of_the_number_of_tokens_while_compiling_with_the_default_workspace(self, module, needs, monkeypatch):
         """Else a compiled graph would be specialised on it."""
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         for row_scaled in (True, False):
             call = module.Call(151936, 1024, BF16, BF16, BF16, "cuda", module.Needs(*needs), row_scaled, None)
             answers = {call.gradients_in_forward(n) for n in (0, 1, 100, 10**5, 10**9)}
@@ -302,8 +327,9 @@ class TestInvariants:
         self.check(p, n, vocab, needs)
         assert p.slab == vocab
         if any(needs):
-            in_forward = sizes["upstream"] == "scalar" and sizes["row_scaled"]
-            assert p.gradients == ("forward" if in_forward else "backward")
+            scalar = sizes["upstream"] == "scalar" and sizes["row_scaled"]
+            one_chunk = sizes["device_type"] == "cuda" and needs[1] and p.kept_rows == n > 0
+            assert p.gradients == ("forward" if scalar and not one_chunk else "backward")
 
     @given(workspace=WORKSPACES, **SIZES)
     def test_given_workspace(self, kernel, n, vocab, needs, workspace, **sizes):
@@ -336,11 +362,13 @@ class TestInvariants:
         module, passes = submodule(kernel, "plan"), submodule(kernel, "passes")
         call = module.Call(vocab, hidden, *dtypes, device_type, module.Needs(*needs), row_scaled, workspace)
         try:
-            p = module.decide(call, n, "token")
+            p = module.decide(call, n, False)
         except ValueError:
             assume(False)
         rows, columns = passes.kept_exps_shape(call, n)
         assert rows == p.kept_rows
         assert vocab <= columns < vocab + 64
         if upstream == "scalar" and not call.gradients_in_forward(n):
-            assert module.decide(call, n, "scalar") == p
+            options = {"hidden_dtype": dtypes[1], "weight_dtype": dtypes[2], "device_type": device_type}
+            more = {"needs": needs, "row_scaled": row_scaled, "workspace": workspace}
+            assert kernel.plan(n, vocab, hidden, dtypes[0], **options, **more) == p

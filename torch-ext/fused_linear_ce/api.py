@@ -1,8 +1,9 @@
 """The public functions: check the input once, choose the operator, reduce what comes back.
 
-Two operators serve everything. A scalar loss whose gradients fit the workspace goes to ops.loss_forward, which makes
-them in the forward pass. Everything else (per-token losses, log-probabilities, a small workspace) goes to
-ops.token_forward, whose per-token statistics are combined here; autograd carries the combination back.
+Two operators serve everything. A scalar loss of several chunks whose gradients fit the workspace goes to
+ops.loss_forward, which makes them in the forward pass. Everything else (per-token losses, log-probabilities, a single
+chunk on an accelerator, a small workspace) goes to ops.token_forward, whose per-token statistics are combined here;
+autograd carries the combination back.
 """
 
 from typing import NamedTuple, Optional, Union
@@ -405,7 +406,7 @@ def fused_linear_cross_entropy_backward(
     divisor, *saved = saved
     with torch.no_grad():
         grad = grad_loss / divisor
-        if _gradients_in_forward(c, loss, needs, reduction):
+        if len(saved) == len(needs):  # the gradients themselves: what the forward did, compiled perhaps as this is not
             grads = ops.call(ops.loss_backward, grad, *saved, c.hidden, weight, bias)
         else:
             grad = grad.reshape(-1).expand(c.hidden.shape[0])

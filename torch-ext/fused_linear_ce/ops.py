@@ -10,6 +10,7 @@ specialise on the number of tokens. The backward operators have no autograd form
 raises instead of being silently wrong.
 """
 
+import contextlib
 from typing import Optional
 
 import torch
@@ -30,8 +31,10 @@ def make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace) -> Ca
 
 
 def _isolated(device_type: str):
-    """Operators inside must neither be autocast again nor recorded."""
-    return torch.autocast(device_type, enabled=False)
+    """Operators inside must not be autocast again."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _loss_forward(
@@ -60,7 +63,7 @@ def _loss_forward(
     options = LossOptions(label_smoothing, z_loss, weight.shape[0])
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
-        problem = passes.Problem(hidden, head, targets, ignore_index, call, "scalar")
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, in_forward=True)
         return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, metrics, dense))
 
 
@@ -215,13 +218,25 @@ def _token_forward(
     workspace: Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """passes.TokenResult for hidden (N, H), weight (V, H), targets (N,)."""
-    call = make_call(
-        hidden, weight, compute_dtype, (needs_hidden, needs_weight, needs_bias), row_scaled, workspace
-    )
+    out, _ = _token_pass(
+        hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, entropy, sum_log_probs,
+        log_sum_sq, is_top1, compute_dtype, needs_hidden, needs_weight, needs_bias, row_scaled, workspace, dense=True,
+    )  # fmt: skip
+    return tuple(out)
+
+
+def _token_pass(
+    hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, entropy, sum_log_probs,
+    log_sum_sq, is_top1, compute_dtype, needs_hidden, needs_weight, needs_bias, row_scaled, workspace, dense=False,
+):  # fmt: skip
+    """(passes.TokenResult, the rows that ran)"""
+    needs = Needs(needs_hidden, needs_weight, needs_bias)
+    call = make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace)
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
-        problem = passes.Problem(hidden, head, targets, ignore_index, call, "token")
-        return tuple(passes.token_statistics(problem, Wants(entropy, sum_log_probs, log_sum_sq, is_top1)))
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, in_forward=False)
+        wants = Wants(entropy, sum_log_probs, log_sum_sq, is_top1)
+        return passes.token_statistics(problem, wants, dense), problem.rows
 
 
 token_forward = torch.library.custom_op(add_op_namespace_prefix("token_forward"), _token_forward, mutates_args=())
@@ -233,9 +248,8 @@ def _(
     log_sum_sq, is_top1, compute_dtype, needs_hidden, needs_weight, needs_bias, row_scaled, workspace,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
-    call = make_call(
-        hidden, weight, compute_dtype, (needs_hidden, needs_weight, needs_bias), row_scaled, workspace
-    )
+    needs = Needs(needs_hidden, needs_weight, needs_bias)
+    call = make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace)
     n_tokens = hidden.shape[0]
 
     def new(wanted=True, dtype=acc):
@@ -275,17 +289,24 @@ def _token_backward(
     needs_bias: bool,
     row_scaled: bool,
     workspace: Optional[int],
+    row_index: Optional[Tensor] = None,
+    row_targets: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dX, dW, db); 0-element where not wanted."""
+    """(dX, dW, db); 0-element where not wanted.
+
+    row_index, row_targets: passes.Rows' index and targets, which spare selecting the rows once more. Only autograd has
+    them, and with it `exps`, which then need not be left as they were.
+    """
     needs = Needs(needs_hidden, needs_weight, needs_bias)
     call = make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace)
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
-        problem = passes.Problem(hidden, head, targets, ignore_index, call, "token")
+        rows = None if row_targets is None else passes.Rows(row_index, None, row_targets)
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, False, rows)
         empty = hidden.new_empty(0)
         saved = passes.TokenResult(empty, entropy, empty, empty, empty, empty, max, log_sum, target, scale, exps)
         upstream = Upstream(grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs)
-        dx, dw, db = passes.token_gradients(problem, needs, upstream, saved)
+        dx, dw, db = passes.token_gradients(problem, needs, upstream, saved, restore=rows is None)
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 
@@ -296,7 +317,7 @@ token_backward = torch.library.custom_op(add_op_namespace_prefix("token_backward
 def _(
     grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, hidden, weight, targets, bias, class_weight,
     entropy, max, log_sum, target, scale, exps, ignore_index, logit_scale, softcap, compute_dtype, needs_hidden,
-    needs_weight, needs_bias, row_scaled, workspace,
+    needs_weight, needs_bias, row_scaled, workspace, row_index=None, row_targets=None,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
     return (
@@ -306,9 +327,10 @@ def _(
     )
 
 
-def _token_setup(ctx, inputs, output) -> None:
+def _token_setup(ctx, inputs, output, rows: Optional[passes.Rows] = None) -> None:
     hidden, weight, targets, bias, class_weight = inputs[:5]
-    ctx.save_for_backward(hidden, weight, targets, bias, class_weight, output[1], *output[6:])
+    selected = (None, None) if rows is None or rows.live is not None else (rows.index, rows.targets)
+    ctx.save_for_backward(hidden, weight, targets, bias, class_weight, output[1], *output[6:], *selected)
     ctx.options = (*inputs[5:8], *inputs[12:])
     ctx.wants_entropy, ctx.wants_sum = inputs[8:10]
     ctx.mark_non_differentiable(*output[4:])
@@ -326,7 +348,8 @@ def _token_gradients(ctx, grads, gradients) -> tuple:
     )
     if all(g is None for g in grads):
         return (None,) * 18
-    out = gradients(*grads, *ctx.saved_tensors, *ctx.options)
+    *saved, row_index, row_targets = ctx.saved_tensors
+    out = gradients(*grads, *saved, *ctx.options, row_index, row_targets)
     dx, dw, db = (o if n else None for o, n in zip(out, ctx.options[4:7]))
     return (dx, dw, None, db, *(None,) * 14)
 
@@ -343,9 +366,9 @@ class _TokenForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = _token_forward(*inputs)
-        _token_setup(ctx, inputs, output)
-        return output
+        output, rows = _token_pass(*inputs)
+        _token_setup(ctx, inputs, output, rows)
+        return tuple(output)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -356,7 +379,7 @@ class _TokenForward(torch.autograd.Function):
 _DIRECT = {
     loss_forward: (_loss_forward, _LossForward.apply),
     loss_backward: (_loss_backward, loss_backward),
-    token_forward: (_token_forward, _TokenForward.apply),
+    token_forward: (lambda *inputs: tuple(_token_pass(*inputs)[0]), _TokenForward.apply),
     token_backward: (_token_backward, token_backward),
 }
 

@@ -2,9 +2,8 @@
 
 Rows whose target is ignore_index are dropped before anything is projected: NaN in them reaches nothing, and the cost
 follows the rows that count. Dropping them needs their number on the host: one synchronisation a call on an
-accelerator. A scalar loss launches the forward of its first rows before it waits, so that the device has work
-meanwhile. While a CUDA graph is captured no wait is possible, so every row runs there and the ignored ones are masked
-instead.
+accelerator. The forward of the first rows is launched before that wait, so that the device has work meanwhile. While a
+CUDA graph is captured no wait is possible, so every row runs there and the ignored ones are masked instead.
 
 A target outside the vocabulary raises on the CPU. Elsewhere reading it would cost a synchronisation, so its row is
 run with the class -1: the backends make its statistics NaN, hence its loss and its gradient.
@@ -82,6 +81,10 @@ def _capturing(tensor: torch.Tensor) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def _selects_on_device(plan: Plan, targets: torch.Tensor) -> bool:
+    return plan.backend == "triton" and targets.device.type != "cpu" and not _capturing(targets)
+
+
 def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int) -> Rows:
     targets = targets.to(torch.int64)
     if targets.device.type == "cpu":
@@ -103,8 +106,16 @@ class Problem:
     """One call's tensors, head and plan, and the backend that runs it."""
 
     def __init__(
-        self, hidden: torch.Tensor, head: Head, targets: torch.Tensor, ignore_index: int, call: Call, upstream: str
+        self,
+        hidden: torch.Tensor,
+        head: Head,
+        targets: torch.Tensor,
+        ignore_index: int,
+        call: Call,
+        in_forward: bool,
+        rows: Optional[Rows] = None,
     ):
+        """rows: what an earlier pass over the same targets has selected."""
         # Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign.
         hidden = hidden.resolve_neg()
         head = head._replace(
@@ -112,18 +123,19 @@ class Problem:
         )
         weight, compute_dtype = head.weight, head.compute_dtype
         self.call = call
-        self.plan: Plan = decide(call, hidden.shape[0], upstream)
+        self.plan: Plan = decide(call, hidden.shape[0], in_forward)
         self.backend = backends.load(self.plan.backend)
         self.x_dtype = backends.operand_dtype(self.plan.backend, compute_dtype)
         self.e_dtype = backends.exps_dtype(self.plan.backend, compute_dtype)
         self.acc = accumulation_dtype(compute_dtype)
         self.hidden, self.compute_dtype, self.weight_dtype = hidden, compute_dtype, weight.dtype
         vocab = weight.shape[0]
-        self.selection = self._rows = None
-        if self.plan.backend == "triton" and hidden.device.type != "cpu" and not _capturing(targets):
-            self.selection = self.backend.select(targets, ignore_index, vocab)
-        else:
-            self._rows = select_rows(targets, ignore_index, vocab)
+        self.selection, self._rows = None, rows
+        if rows is None:
+            if _selects_on_device(self.plan, targets):
+                self.selection = self.backend.select(targets, ignore_index, vocab)
+            else:
+                self._rows = select_rows(targets, ignore_index, vocab)
         copy = self.plan.copies_weight and (self.early_rows or len(self.rows) > 0)
         self.head = head._replace(weight=weight.to(compute_dtype)) if copy else head
         self._gradient_weight = None
@@ -144,7 +156,7 @@ class Problem:
         quarter = self.hidden.shape[0] // (4 * ROW_MULTIPLE) * ROW_MULTIPLE
         if self.selection is None or quarter < _LEAST_EARLY_ROWS:
             return 0
-        return min(quarter, self.plan.chunk_rows)
+        return min(quarter, self.plan.kept_rows or self.plan.chunk_rows)
 
     @property
     def gradient_weight(self) -> torch.Tensor:
@@ -164,10 +176,26 @@ class Problem:
         """The hidden states of a chunk, contiguous, rounded to the compute dtype."""
         return self._operand(self.rows.take(self.hidden, start, stop))
 
-    def early_chunk(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, targets) of the first early_rows rows; those that there are not have no class."""
-        stop = self.early_rows
-        return self._operand(self.hidden.index_select(0, self.selection.index[:stop])), self.selection.targets[:stop]
+    def start(self, wants: Wants, exps: Optional[torch.Tensor]) -> Stats:
+        """Statistics of all rows, to be filled by forward(), and with exps the E of the first ones; the early rows
+        have begun. Those of them that there turn out not to be have no class."""
+        early = self.early_rows
+        most = self.hidden.shape[0] if early else len(self.rows)
+        stats = Stats.empty(most, wants, self.acc, self.hidden.device)
+        if early:
+            index, targets, _ = self.selection
+            x = self._operand(self.hidden.index_select(0, index[:early]))
+            part = None if exps is None else exps[:early]
+            self.backend.forward(x, targets[:early], self.head, wants, stats.rows(0, early), part)
+        return stats.rows(0, len(self.rows))
+
+    def forward(self, start: int, stop: int, x: torch.Tensor, wants: Wants, stats: Stats, exps=None) -> None:
+        """Statistics of the rows [start, stop), and with exps their E; the early ones have both."""
+        new = max(start, min(self.early_rows, stop))
+        if new < stop:
+            part = None if exps is None else exps[new - start :]
+            targets = self.rows.cut_targets(new, stop)
+            self.backend.forward(x[new - start :], targets, self.head, wants, stats.rows(new, stop), part)
 
     def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.to(self.compute_dtype).to(self.x_dtype).contiguous()
@@ -206,19 +234,21 @@ class GradientSink:
         self.problem.backend.grad_weight(e, x, self.weight, self.weight_started)
         self.weight_started = True
 
-    @property
-    def _hidden_in_place(self) -> bool:
-        """Whether a chunk's dX can be made where it ends up: no row is left out, and nothing rounds it on the way."""
-        return self.problem.rows.index is None and self.hidden.dtype == self.problem.acc
-
-    def _hidden_buffer(self, start: int, stop: int) -> torch.Tensor:
-        if self._hidden_in_place:
-            return self.hidden[start:stop]
-        return self.problem.new_accumulator(stop - start, self.hidden.shape[1])
-
-    def _put_hidden(self, values: torch.Tensor, start: int, stop: int) -> None:
-        if not self._hidden_in_place:
-            self.problem.rows.put(values, self.hidden, start, stop)
+    def _add_hidden(self, e: torch.Tensor, factor: Optional[torch.Tensor], constant, start: int, stop: int) -> None:
+        """dX of a chunk: factor * (e @ weight) + constant * (sum_j w_j W_j), rounded where it ends up."""
+        p, width = self.problem, self.hidden.shape[1]
+        place = self.hidden[start:stop] if p.rows.index is None else None
+        in_place = place is not None and place.dtype == p.acc
+        out = place if in_place else p.new_accumulator(stop - start, width)
+        p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
+        if factor is not None:
+            last = constant is None and place is not None
+            out = torch.mul(out, factor.unsqueeze(1), out=place if last else out)
+        if constant is not None:
+            self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
+            out.addr_(constant, self.row_sum)
+        if out is not place:
+            p.rows.put(out, self.hidden, start, stop)
 
     def add_scaled(self, start: int, stop: int, x, e: torch.Tensor, stats: Stats, c: Coefficients) -> None:
         """A chunk given as E: dlogits = factor * E, once it is finished, + the constant term."""
@@ -227,13 +257,7 @@ class GradientSink:
         factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.t, scaled)
         constant = None if c.d is None else c.d * head.logit_scale
         if self.needs.hidden:
-            out = self._hidden_buffer(start, stop)
-            p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
-            out.mul_(factor.unsqueeze(1))
-            if constant is not None:
-                self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
-                out.addr_(constant, self.row_sum)
-            self._put_hidden(out, start, stop)
+            self._add_hidden(e, factor, constant, start, stop)
         if self.needs.weight:
             self._add_weight(e, scaled)
         if self.needs.bias:
@@ -243,12 +267,10 @@ class GradientSink:
             self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
 
     def add_exact(self, start: int, stop: int, x, e: torch.Tensor, unit: Optional[torch.Tensor]) -> None:
-        """A chunk given as finished dlogits, in _in_units_of_target's unit per row."""
+        """A chunk given as finished dlogits, in _exact_coefficients' unit per row."""
         p = self.problem
         if self.needs.hidden:
-            out = self._hidden_buffer(start, stop)
-            p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
-            self._put_hidden(out if unit is None else out.mul_(unit.unsqueeze(1)), start, stop)
+            self._add_hidden(e, unit, None, start, stop)
         if self.needs.weight:
             self._add_weight(e, _in_units(x, unit, e.dtype))
         if self.needs.bias:
@@ -314,14 +336,9 @@ def loss_and_gradients(
     n_tokens, hidden_size = p.hidden.shape
     vocab = p.head.weight.shape[0]
     wants = Wants(entropy=metrics, is_top1=metrics, sum_log_probs=options.label_smoothing > 0)
-    early = p.early_rows
-    most_rows = n_tokens if early else len(p.rows)
-    stats = Stats.empty(most_rows, wants, acc, p.hidden.device)
-    buffer = p.new_exps(min(p.plan.chunk_rows, most_rows))
-    if early:
-        p.backend.forward(*p.early_chunk(), p.head, wants, stats.rows(0, early), buffer[:early])
+    buffer = p.new_exps(min(p.plan.chunk_rows, n_tokens if p.early_rows else len(p.rows)))
+    stats = p.start(wants, buffer)
     rows = p.rows
-    stats = stats.rows(0, len(rows))
     token_weight = None if token_weight is None else rows.take(token_weight).to(acc)
     target_weight = _target_weight(p.head.class_weight, rows, acc)
 
@@ -350,10 +367,7 @@ def loss_and_gradients(
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     for start, stop in p.chunks():
         x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
-        new = min(early, stop) if start == 0 else start  # the rows before have run
-        if new < stop:
-            at = new - start
-            p.backend.forward(x[at:], rows.cut_targets(new, stop), p.head, wants, stats.rows(new, stop), e[at:])
+        p.forward(start, stop, x, wants, stats, e)
         if options.z_loss:
             c = row_coefficients(s.lse, start, stop)
         else:  # made when the device has its first work
@@ -414,26 +428,30 @@ def kept_exps_shape(call: Call, n_tokens: int) -> tuple[int, int]:
     return (kept, backends.padded_vocab(call.backend, call.vocab))
 
 
-def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
-    """Forward of everything per token: 1 G, and E of the plan's kept rows."""
-    p, rows, device = problem, problem.rows, problem.hidden.device
+def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult:
+    """Forward of everything per token: 1 G, and E of the plan's kept rows, as one chunk.
+
+    dense: an operator's outputs are to be determined; else what belongs to no row of E is whatever memory held.
+    """
+    p, device = problem, problem.hidden.device
     n_tokens, vocab = p.hidden.shape[0], p.head.weight.shape[0]
-    stats = Stats.empty(len(rows), wants, p.acc, device)
     kept_buffer = torch.empty(kept_exps_shape(p.call, n_tokens), dtype=p.e_dtype, device=device)
+    exps = kept_buffer[:, :vocab] if p.plan.kept_rows else None
+    stats = p.start(wants, exps)
+    rows = p.rows
     kept = min(p.plan.kept_rows, len(rows))
-    for start, stop in p.chunks(0, kept):
-        x, targets, s = p.x(start, stop), rows.cut_targets(start, stop), stats.rows(start, stop)
-        p.backend.forward(x, targets, p.head, wants, s, kept_buffer[start:stop, :vocab])
+    if kept:
+        p.forward(0, kept, p.x(0, kept), wants, stats, exps[:kept])
     for start, stop in p.chunks(kept):
-        p.backend.forward(p.x(start, stop), rows.cut_targets(start, stop), p.head, wants, stats.rows(start, stop))
+        p.forward(start, stop, p.x(start, stop), wants, stats)
 
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
         return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
 
-    # What no row wrote is zero, not whatever memory held.
-    stats.scale[kept:] = 0.0
-    kept_buffer[kept:] = 0.0
-    kept_buffer[:, vocab:] = 0.0
+    if dense:
+        stats.scale[kept:] = 0.0
+        kept_buffer[kept:] = 0.0
+        kept_buffer[:, vocab:] = 0.0
     return TokenResult(
         per_token(stats.log_prob),
         per_token(stats.entropy),
@@ -449,10 +467,10 @@ def token_statistics(problem: Problem, wants: Wants) -> TokenResult:
     )
 
 
-def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: TokenResult):
+def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: TokenResult, restore: bool):
     """(dX, dW, db) in the dtypes of hidden, weight and bias for per-token upstream gradients; 0-element if not wanted.
 
-    Rows whose E was kept need two GEMMs, the others three.
+    Rows whose E was kept need two GEMMs, the others three. restore: leave saved.exps as they were found.
     """
     p, rows, plan, head = problem, problem.rows, problem.plan, problem.head
     vocab = head.weight.shape[0]
@@ -464,11 +482,6 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     c = _live_coefficients(rows.live, coefficients(upstream, weight_sum, log_sum))
     if rows.live is not None:
         stats.scale = torch.where(rows.live, stats.scale, 1.0)  # finite beside the zero coefficients of masked rows
-    # A row without a class has NaN statistics, and a NaN gradient whatever its upstream is.
-    c = c._replace(a=c.a + torch.where(rows.targets < 0, torch.nan, 0.0).to(p.acc))
-
-    c_exact = Coefficients(*(None if v is None else v * head.logit_scale for v in c))
-
     hidden_size, device, empty = p.hidden.shape[1], p.hidden.device, len(rows) == 0
 
     def output(wanted: bool, zero: bool, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -480,39 +493,43 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     if empty:
         return dx, dw, db
     if plan.slab < vocab:
-        _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db)
+        _gradients_by_slab(p, needs, stats, c, dx, dw, db)
     else:
-        _gradients_by_row(p, needs, stats, c, c_exact, saved.exps, dx, dw, db)
+        _gradients_by_row(p, needs, stats, c, saved.exps, restore, dx, dw, db)
     return dx, dw, db
 
 
-def _gradients_by_row(p, needs, stats, c, c_exact, kept_exps, dx, dw, db) -> None:
-    """Chunks of rows over the whole vocabulary: kept rows from their E, the others recomputed."""
+def _gradients_by_row(p, needs, stats, c, kept_exps, restore, dx, dw, db) -> None:
+    """Chunks of rows over the whole vocabulary: kept rows from their E, as one chunk, the others recomputed."""
     rows, head, vocab = p.rows, p.head, p.head.weight.shape[0]
-    accumulator = dw if dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
-    sink = GradientSink(p, needs, dx, accumulator, db)
     kept = min(p.plan.kept_rows, len(rows)) if row_scaled(c, head.softcap) else 0
-    for start, stop in p.chunks(0, kept):
-        # E belongs to autograd and a second backward must find it as it was: its target elements are put back.
+    one_gemm = p.call.unsplit_weight and kept == len(rows) and c.d is None
+    accumulator = dw if one_gemm or dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
+    sink = GradientSink(p, needs, dx, accumulator, db)
+    if kept:
+        # finish() writes the target elements, which it never reads: a second backward needs nothing of what was there.
         # (.data: the version counter must not see this.)
-        e = kept_exps.data[start:stop, :vocab]
-        column = rows.targets[start:stop].clamp(min=0).unsqueeze(1)
-        before = e.gather(1, column)
-        sink.add_scaled(start, stop, p.x(start, stop), e, stats.rows(start, stop), _cut(c, start, stop))
-        e.scatter_(1, column, before)
-    buffer = p.new_exps(min(p.plan.chunk_rows, len(rows) - kept))
-    c_exact, unit = _in_units_of_target(p, stats, c_exact)
-    for start, stop in p.chunks(kept):
-        x, e = p.x(start, stop), buffer[: stop - start]
-        targets, s = rows.targets[start:stop], stats.rows(start, stop)
-        p.backend.dlogits(x, targets, head, s, _cut(c_exact, start, stop), e)
-        sink.add_exact(start, stop, x, e, None if unit is None else unit[start:stop])
+        e = kept_exps.data[:kept, :vocab]
+        if restore:
+            column = rows.cut_targets(0, kept).clamp(min=0).unsqueeze(1)
+            before = e.gather(1, column)
+        sink.add_scaled(0, kept, p.x(0, kept), e, stats.rows(0, kept), _cut(c, 0, kept))
+        if restore:
+            e.scatter_(1, column, before)
+    if kept < len(rows):
+        buffer = p.new_exps(min(p.plan.chunk_rows, len(rows) - kept))
+        exact, unit = _exact_coefficients(p, stats, c)
+        for start, stop in p.chunks(kept):
+            x, e = p.x(start, stop), buffer[: stop - start]
+            targets, s = rows.targets[start:stop], stats.rows(start, stop)
+            p.backend.dlogits(x, targets, head, s, _cut(exact, start, stop), e)
+            sink.add_exact(start, stop, x, e, None if unit is None else unit[start:stop])
     sink.finish_constant()
     if accumulator is not dw:
         dw.copy_(accumulator)
 
 
-def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
+def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
     """Slabs of classes, each over all chunks of rows: dX accumulates over the slabs, no (V, H) accumulator exists."""
     rows, vocab, slab = p.rows, p.head.weight.shape[0], p.plan.slab
     dx_sum = dx
@@ -520,7 +537,7 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
         dx_sum = p.new_accumulator(len(rows), dx.shape[1])
     exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
     dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
-    c_exact, unit = _in_units_of_target(p, stats, c_exact)
+    exact, unit = _exact_coefficients(p, stats, c)
     for first in range(0, vocab, slab):
         last = min(first + slab, vocab)
         head = p.head.columns(first, last)
@@ -530,7 +547,7 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
         total = None if not needs.weight else dw[first:last] if dw_slab is None else dw_slab[: last - first]
         for start, stop in p.chunks():
             x, e, s = p.x(start, stop), exps[: stop - start, : last - first], stats.rows(start, stop)
-            p.backend.dlogits(x, rows.targets[start:stop] - first, head, s, _cut(c_exact, start, stop), e)
+            p.backend.dlogits(x, rows.targets[start:stop] - first, head, s, _cut(exact, start, stop), e)
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
             part = None if unit is None else unit[start:stop]
@@ -546,14 +563,19 @@ def _gradients_by_slab(p, needs, stats, c_exact, dx, dw, db) -> None:
         rows.put(dx_sum, dx, 0, len(rows))
 
 
-def _in_units_of_target(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coefficients, Optional[torch.Tensor]]:
-    """(coefficients, unit) with coefficients * unit = c, such that the target's dlogit loses nothing to rounding.
+def _exact_coefficients(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coefficients, Optional[torch.Tensor]]:
+    """(coefficients, unit) for dlogits(): coefficients * unit = logit_scale * c, such that the target's dlogit loses
+    nothing to rounding.
 
     bf16 rounds p_y - 1 to -1 wherever p_y < 2^-9: the same way in every row, while its errors in the other elements
     cancel in sums over rows. The unit, (R,), within [1/2, 2] or so, is given back to dX, to the x of dW and to db's
     sum. Were it 1 - p_y itself, rounding x * unit would lose p_y as well: hence a mantissa that varies from row to
     row, that of exp(lse). None where dlogits are not rounded.
     """
+    # A row without a class has NaN statistics, and a NaN gradient whatever its upstream is.
+    c = c._replace(a=c.a + torch.where(p.rows.targets < 0, torch.nan, 0.0).to(p.acc))
+    if p.head.logit_scale != 1.0:
+        c = Coefficients(*(None if v is None else v * p.head.logit_scale for v in c))
     if p.e_dtype == p.acc:
         return c, None
     exact = target_dlogit(c, stats.log_prob, stats.entropy)

@@ -6,9 +6,11 @@ below this module is told what to do. Units: 1 G = 2 * N * V * H floating-point 
 The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored rows cost nothing in any of them):
 
     none       1 G      forward only: statistics, nothing of size N x V kept
-    forward    3 G      scalar losses: a chunk's dX and dW are made while its E is at hand; backward scales them
-    backward   3-4 G    per-token losses: E is kept until backward for as many rows as the workspace holds, the other
-                        rows' logits are recomputed there
+    forward    3 G      scalar losses of several chunks: a chunk's dX and dW are made while its E is at hand; backward
+                        scales them
+    backward   3-4 G    E is kept until backward for as many rows as the workspace holds, the other rows' logits are
+                        recomputed there: per-token losses; and on accelerators scalar ones of a single chunk, whose dW
+                        then is one GEMM, without an fp32 accumulator that backward would have to scale
     backward, slabs 4 G little workspace: backward goes slab by slab of classes and needs no (V, H) accumulator
 """
 
@@ -33,6 +35,9 @@ WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes a
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
 SLAB_MULTIPLE = 256
+# A dW of fewer elements always goes through an fp32 accumulator: its GEMM may be split along the tokens, and torch
+# lets the library add the parts in half precision (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
+LEAST_UNSPLIT = 1 << 23
 
 
 class Needs(NamedTuple):
@@ -52,7 +57,7 @@ class Plan:
     hidden_size: int
     backend: str  # "eager" | "triton"
     gradients: str  # "none" | "forward" | "backward"
-    chunk_rows: int  # rows whose E (or dlogits) live at once
+    chunk_rows: int  # rows whose E (or dlogits) live at once, beside the kept ones
     kept_rows: int  # rows whose E lives until backward
     slab: int  # classes per slab of the recomputing backward; vocab = no slabs
     copies_weight: bool  # whether a pass holds a whole copy of the weight in the GEMMs' dtype
@@ -109,6 +114,11 @@ class Call:
         # With outputs in the accumulation dtype the output is its own accumulator.
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
         self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
+        # Whether one GEMM over all tokens can leave dW in its own dtype.
+        rounds_weight = weight_dtype in (acc, backends.exps_dtype(self.backend, dtype))
+        self.unsplit_weight = (
+            self.backend == "triton" and needs.weight and rounds_weight and vocab * hidden_size >= LEAST_UNSPLIT
+        )
         # Copies of the weight: the Triton backend's GEMMs want the dtype of x (and bf16 beside fp16's E); the torch
         # backend rounds and upcasts a slab of classes at a time.
         copies = upcast = 0
@@ -126,9 +136,16 @@ class Call:
         return self.default_chunk if self.workspace is None else self.workspace
 
     def gradients_in_forward(self, n_tokens: int) -> bool:
-        """Whether a scalar loss makes its gradients in the forward; depends on N only with an explicit workspace."""
-        if not self.row_scaled or self.workspace is None:
-            return self.row_scaled
+        """Whether a scalar loss makes its gradients in the forward. While torch.compile traces, this depends on N only
+        with an explicit workspace: a graph is not to be specialised on it."""
+        if not self.row_scaled:
+            return False
+        if self.workspace is None and torch.compiler.is_compiling():
+            return True
+        if self.unsplit_weight and 0 < n_tokens == self.kept_rows(n_tokens):
+            return False
+        if self.workspace is None:
+            return True
         held = self.saved_weight + n_tokens * self.saved_hidden_row + self.weights
         return self.workspace - held >= MIN_ROWS * self.row
 
@@ -161,8 +178,8 @@ def _whole_tiles(rows: int, n_tokens: int) -> int:
     return -(-n_tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
-def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
-    """The plan of a call. upstream: "scalar" (one upstream gradient for all tokens) or "token" (one for each)."""
+def decide(call: Call, n_tokens: int, in_forward: bool) -> Plan:
+    """The plan of a call. in_forward: its gradients, if any are wanted, are made in the forward."""
 
     def result(gradients, chunk_rows, kept_rows, slab, copies, flop_g, held) -> Plan:
         copies = copies and call.copy_weight > 0
@@ -186,7 +203,7 @@ def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
             raise validation.workspace_too_small(call.workspace, held)
         return result("none", rows, 0, call.vocab, copies, 1.0, held)
 
-    if upstream == "scalar" and call.gradients_in_forward(n_tokens):
+    if in_forward:
         held = call.saved_weight + n_tokens * call.saved_hidden_row + call.weights
         rows = rows_in(call.default_chunk if call.workspace is None else call.workspace - held)
         return result("forward", rows, 0, call.vocab, True, gemms, held + rows * call.row)
@@ -197,7 +214,7 @@ def decide(call: Call, n_tokens: int, upstream: str) -> Plan:
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
         rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), max(rest, 1))
-        rows = rows if rest else max(1, min(n_tokens, ROW_MULTIPLE * 8))
+        rows = rows if rest else max(1, n_tokens)
         recomputed = rest / n_tokens if n_tokens else 0.0
         held += kept * call.row + (rows * call.row if rest else 0)
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
@@ -261,4 +278,4 @@ def plan(
         vocab, hidden_size, dtype, hidden_dtype or dtype, weight_dtype or dtype, device_type, Needs(*needs),
         row_scaled, workspace,
     )  # fmt: skip
-    return decide(call, n_tokens, upstream)
+    return decide(call, n_tokens, upstream == "scalar" and call.gradients_in_forward(n_tokens))

@@ -24,8 +24,11 @@ _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 def _guard(tensor: torch.Tensor):
     """Launch on the tensor's device, whatever the current one is."""
-    if tensor.device.type in ("cuda", "xpu"):
-        return getattr(torch, tensor.device.type).device(tensor.device)
+    device = tensor.device
+    if device.type in ("cuda", "xpu"):
+        module = getattr(torch, device.type)
+        if module.current_device() != device.index:
+            return module.device(device)
     return contextlib.nullcontext()
 
 
@@ -249,7 +252,11 @@ def dlogits(
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """out (M, N) fp32 (+)= a @ b: the vendor's library, where it can give half-precision operands an fp32 result."""
+    """out (M, N) (+)= a @ b, accumulated in fp32: the vendor's library, where it can give half-precision operands an
+    fp32 result or that is not asked of it."""
+    if out.dtype == a.dtype != torch.float32:
+        torch.mm(a, b, out=out)
+        return
     if a.dtype == torch.float32:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
         return
@@ -277,7 +284,8 @@ def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch
 
 def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
     """Hopper has a kernel that hides the addition; elsewhere it is the library's GEMM."""
-    operands = e.dtype == torch.bfloat16 and _describable(e) and _describable(x) and _describable(out)
+    dtypes = e.dtype == torch.bfloat16 and out.dtype == torch.float32
+    operands = dtypes and _describable(e) and _describable(x) and _describable(out)
     if not operands or tuning.best_loads(e.device) != "pipeline":
         _matmul(e.t(), x, out, accumulate)
         return

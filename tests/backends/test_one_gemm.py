@@ -1,0 +1,149 @@
+"""A scalar loss of one chunk on an accelerator: E is kept and dW is one GEMM in the backward (plan.unsplit_weight)."""
+
+import pytest
+import torch
+
+from .. import oracle
+from ..conftest import submodule
+
+pytest.importorskip("triton")
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+OPTIONS = [
+    {},
+    {"reduction": "sum", "z_loss": 0.01, "logit_scale": 0.7},
+    {"softcap": 5.0},
+    {"num_items": 31, "token_weight": True, "class_weight": True},
+    {"label_smoothing": 0.1, "class_weight": True},
+]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request, device, interpreted_bf16, kernel, monkeypatch) -> tuple:
+    """(device, N, V, H). In the interpreter the backend and this way are forced on shapes that it can run."""
+    if request.param == "gpu":
+        return device, 300, 33_000, 256
+    if device != "cpu":
+        pytest.skip("this machine has a GPU, so Triton compiles the kernels for it")
+    monkeypatch.setattr(submodule(kernel, "backends"), "choose", lambda d, float64: "eager" if float64 else "triton")
+    monkeypatch.setattr(submodule(kernel, "plan"), "LEAST_UNSPLIT", 0)
+    return "cpu", 40, 90, 24
+
+
+def make(where, dtype=BF16, ignored=0.25, **options):
+    device, tokens, vocab, width = where
+    inputs = oracle.make_inputs(device, dtype, (tokens,), vocab, width, ignored=ignored)
+    options = dict(options)
+    if options.get("class_weight"):
+        options["class_weight"] = torch.rand(vocab, generator=torch.Generator().manual_seed(1)).to(device) + 0.5
+    if options.get("token_weight"):
+        options["token_weight"] = torch.linspace(0, 2, tokens, device=device)
+    return inputs, options
+
+
+@pytest.fixture
+def gemms(kernel, where, monkeypatch) -> list:
+    """(dtype of the result, whether it is added to, rows) of every GEMM of a dW."""
+    backend, made = submodule(kernel, "backends.triton"), []
+    original = backend.grad_weight
+
+    def grad_weight(e, x, out, accumulate):
+        made.append((out.dtype, accumulate, e.shape[0]))
+        original(e, x, out, accumulate)
+
+    monkeypatch.setattr(backend, "grad_weight", grad_weight)
+    return made
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "plain")
+def test_the_gradients_are_right(kernel, where, gemms, options):
+    inputs, options = make(where, **options)
+    assert oracle.kind_of(oracle.plan_of(kernel, inputs)) == "kept"
+    g = torch.tensor(-1.5, device=where[0])
+    outcome = oracle.run(kernel, inputs, upstream=g, return_metrics=True, **options)
+    oracle.check(outcome, oracle.reference(*inputs.positional(), upstream=g, **options), BF16)
+    valid = int((inputs.targets != -100).sum())
+    accumulator = FP32 if "label_smoothing" in options else BF16  # its constant term is added to dW
+    assert gemms == [(accumulator, False, valid)]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_by_the_dtype_of_the_weight(kernel, where, gemms, dtype):
+    """An fp16 dW can't be the result of a GEMM of bf16 operands: its gradients are made in the forward."""
+    inputs, _ = make(where, dtype)
+    assert oracle.kind_of(oracle.plan_of(kernel, inputs)) == ("forward" if dtype == FP16 else "kept")
+    oracle.check(oracle.run(kernel, inputs), oracle.reference(*inputs.positional()), dtype)
+    assert [kind for kind, *_ in gemms] == [BF16 if dtype == BF16 else FP32]
+
+
+def test_under_autocast_the_gemm_writes_the_fp32_gradient(kernel, where, gemms, monkeypatch):
+    inputs, _ = make(where, FP32)
+    made = []
+    problem = submodule(kernel, "passes").Problem
+    original = problem.new_accumulator
+    monkeypatch.setattr(problem, "new_accumulator", lambda self, *s: (made.append(s), original(self, *s))[1])
+    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    with torch.autocast(where[0], BF16):
+        loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2])
+    grads = torch.autograd.grad(loss, leaves)
+    rounded = inputs.replace(**{n: getattr(inputs, n).to(BF16) for n in ("hidden", "weight", "bias")})
+    for grad, want in zip(grads, oracle.reference(*rounded.positional()).grads):
+        assert grad.dtype == FP32
+        assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
+    assert [kind for kind, *_ in gemms] == [FP32]
+    assert tuple(inputs.weight.shape) not in made
+
+
+def test_no_accumulator_of_the_weights_size(kernel, where, monkeypatch):
+    made = []
+    problem = submodule(kernel, "passes").Problem
+    original = problem.new_accumulator
+    monkeypatch.setattr(problem, "new_accumulator", lambda self, *s: (made.append(s), original(self, *s))[1])
+    inputs, _ = make(where)
+    oracle.run(kernel, inputs)
+    assert made and tuple(inputs.weight.shape) not in made
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+def test_rows_are_selected_once(kernel, where, monkeypatch, ignored):
+    """The backward knows them from the forward."""
+    passes, selected = submodule(kernel, "passes"), []
+    backend = submodule(kernel, "backends.triton")
+    for module, name in ((passes, "select_rows"), (backend, "select")):
+        original = getattr(module, name)
+        spy = lambda *a, original=original: (selected.append(1), original(*a))[1]  # noqa: E731
+        monkeypatch.setattr(module, name, spy)
+    inputs, _ = make(where, ignored=ignored)
+    oracle.check(oracle.run(kernel, inputs), oracle.reference(*inputs.positional()), BF16)
+    assert len(selected) == 1
+
+
+def test_every_backward_of_a_graph_has_its_own_upstream(kernel, where):
+    inputs, _ = make(where)
+    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2])
+    for scale in (1.0, -3.0, 0.0, 1.0):
+        g = torch.full_like(loss, scale)
+        grads = torch.autograd.grad(loss, leaves, g, retain_graph=True)
+        expected = oracle.reference(*inputs.positional(), upstream=g).grads
+        for grad, want in zip(grads, expected):
+            assert (grad - want.to(grad)).norm() <= oracle.gradient_tolerance(BF16) * want.norm()
+            grad.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("compiled", ["forward", "backward", "neither"])
+def test_a_raw_backward_takes_what_its_forward_saved(kernel, where, monkeypatch, compiled):
+    """Compiled or not: a compiled forward makes the gradients, as its graph is not to be specialised on N."""
+    inputs, _ = make(where)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: compiled == "forward")
+        loss, _, saved = kernel.fused_linear_cross_entropy_forward(*inputs.positional())
+    copies = [t.clone() for t in saved]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: compiled == "backward")
+        grads = kernel.fused_linear_cross_entropy_backward(torch.full_like(loss, 2.0), saved, *inputs.positional())
+    expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(2.0)).grads
+    for grad, want in zip(grads, expected):
+        assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
+    for before, after in zip(copies, saved):
+        oracle.assert_same_bits(after, before)
