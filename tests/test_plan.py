@@ -32,7 +32,7 @@ class TestWhichWay:
         p = plan(*QWEN)
         assert (p.gradients, p.flop_g, p.kept_rows, p.slab) == ("forward", 3.0, 0, QWEN[1])
 
-    def test_scalar_losses_of_one_chunk_keep_it_until_the_backward(self, plan):
+    def test_scalar_losses_of_few_tokens_keep_their_exponentials(self, plan):
         """Their dW is then one GEMM, without an accumulator to scale: for accelerators, dtypes and sizes that gain."""
         pytest.importorskip("triton")
         n, v, h = 2048, *QWEN[1:]
@@ -42,7 +42,8 @@ class TestWhichWay:
             "autocast": plan(n, v, h, weight_dtype=FP32).gradients,
             "without dX": plan(n, v, h, needs=(False, True, False)).gradients,
             "enough workspace": plan(n, v, h, workspace=2048 * MIB).gradients,
-            "several chunks": plan(16384, v, h).gradients,
+            "more tokens": plan(16384, v, h).gradients,
+            "more tokens, larger accumulator": plan(8192, v, 4096).gradients,
             "little workspace": plan(n, v, h, workspace=1024 * MIB).gradients,
             "frozen head": plan(n, v, h, needs=(True, False, False)).gradients,
             "fp16": plan(n, v, h, FP16).gradients,
@@ -52,9 +53,20 @@ class TestWhichWay:
         }
         assert ways == {
             "autocast": "backward", "without dX": "backward", "enough workspace": "backward",
-            "several chunks": "forward", "little workspace": "forward", "frozen head": "forward", "fp16": "forward",
-            "small weight": "forward", "CPU": "forward", "no token": "forward",
+            "more tokens": "forward", "more tokens, larger accumulator": "backward", "little workspace": "forward",
+            "frozen head": "forward", "fp16": "forward", "small weight": "forward", "CPU": "forward",
+            "no token": "forward",
         }  # fmt: skip
+
+    @pytest.mark.parametrize("n, h", [(128, 1024), (2048, 1024), (4096, 1024), (2048, 4096), (8192, 4096)])
+    def test_keeping_them_takes_no_more_than_the_accumulator_would(self, module, n, h):
+        pytest.importorskip("triton")
+        call = module.Call(151936, h, BF16, BF16, BF16, "cuda", module.Needs(True, True, False), True, None)
+        assert not call.gradients_in_forward(n)
+        kept, scaled = (module.decide(call, n, in_forward) for in_forward in (False, True))
+        assert kept.kept_rows == n
+        assert kept.workspace_bytes - call.acc_weight <= scaled.workspace_bytes
+        assert call.gradients_in_forward(n, constant=True), "a constant term needs the accumulator anyway"
 
     @pytest.mark.parametrize("needs", ALL_NEEDS, ids=str)
     @pytest.mark.parametrize("upstream", ["scalar", "token"])

@@ -1,4 +1,4 @@
-"""A scalar loss of one chunk on an accelerator: E is kept and dW is one GEMM in the backward (plan.unsplit_weight)."""
+"""Few tokens on an accelerator: E of all of them is kept, and dW is one GEMM in the backward (Call.in_one_gemm)."""
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ OPTIONS = [
     {"softcap": 5.0},
     {"num_items": 31, "token_weight": True, "class_weight": True},
     {"label_smoothing": 0.1, "class_weight": True},
+    {"reduction": "none"},
+    {"reduction": "none", "label_smoothing": 0.1},
 ]
 
 
@@ -59,7 +61,8 @@ def gemms(kernel, where, monkeypatch) -> list:
 def test_the_gradients_are_right(kernel, where, gemms, options):
     inputs, options = make(where, **options)
     assert oracle.kind_of(oracle.plan_of(kernel, inputs)) == "kept"
-    g = torch.tensor(-1.5, device=where[0])
+    per_token = options.get("reduction") == "none"
+    g = oracle.random((where[1],), where[0]) if per_token else torch.tensor(-1.5, device=where[0])
     outcome = oracle.run(kernel, inputs, upstream=g, return_metrics=True, **options)
     oracle.check(outcome, oracle.reference(*inputs.positional(), upstream=g, **options), BF16)
     valid = int((inputs.targets != -100).sum())

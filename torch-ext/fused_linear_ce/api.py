@@ -1,9 +1,9 @@
 """The public functions: check the input once, choose the operator, reduce what comes back.
 
-Two operators serve everything. A scalar loss of several chunks whose gradients fit the workspace goes to
-ops.loss_forward, which makes them in the forward pass. Everything else (per-token losses, log-probabilities, a single
-chunk on an accelerator, a small workspace) goes to ops.token_forward, whose per-token statistics are combined here;
-autograd carries the combination back.
+Two operators serve everything. A scalar loss whose gradients fit the workspace goes to ops.loss_forward, which makes
+them in the forward pass. Everything else (per-token losses, log-probabilities, few tokens on an accelerator, a small
+workspace) goes to ops.token_forward, whose per-token statistics are combined here; autograd carries the combination
+back.
 """
 
 from typing import NamedTuple, Optional, Union
@@ -107,7 +107,7 @@ def _gradients_in_forward(c: _Checked, loss: _Loss, needs: Needs, reduction: str
     if reduction == "none" or not any(needs):
         return False
     call = ops.make_call(c.hidden, c.weight, c.compute_dtype, needs, loss.row_scaled(c), c.workspace)
-    return call.gradients_in_forward(c.hidden.shape[0])
+    return call.gradients_in_forward(c.hidden.shape[0], constant=loss.label_smoothing > 0)
 
 
 def _loss_forward(c: _Checked, loss: _Loss, needs: Needs):

@@ -503,7 +503,7 @@ def _gradients_by_row(p, needs, stats, c, kept_exps, restore, dx, dw, db) -> Non
     """Chunks of rows over the whole vocabulary: kept rows from their E, as one chunk, the others recomputed."""
     rows, head, vocab = p.rows, p.head, p.head.weight.shape[0]
     kept = min(p.plan.kept_rows, len(rows)) if row_scaled(c, head.softcap) else 0
-    one_gemm = p.call.unsplit_weight and kept == len(rows) and c.d is None
+    one_gemm = p.call.unsplit_weight and kept == len(rows) and c.d is None  # whether or not it is all tokens
     accumulator = dw if one_gemm or dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
     sink = GradientSink(p, needs, dx, accumulator, db)
     if kept:

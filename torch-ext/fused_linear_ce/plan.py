@@ -9,8 +9,8 @@ The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored ro
     forward    3 G      scalar losses of several chunks: a chunk's dX and dW are made while its E is at hand; backward
                         scales them
     backward   3-4 G    E is kept until backward for as many rows as the workspace holds, the other rows' logits are
-                        recomputed there: per-token losses; and on accelerators scalar ones of a single chunk, whose dW
-                        then is one GEMM, without an fp32 accumulator that backward would have to scale
+                        recomputed there: per-token losses; and on accelerators scalar ones of which it holds all
+                        rows, whose dW then is one GEMM, without an fp32 accumulator that backward has to scale
     backward, slabs 4 G little workspace: backward goes slab by slab of classes and needs no (V, H) accumulator
 """
 
@@ -135,14 +135,29 @@ class Call:
     def budget(self) -> int:
         return self.default_chunk if self.workspace is None else self.workspace
 
-    def gradients_in_forward(self, n_tokens: int) -> bool:
-        """Whether a scalar loss makes its gradients in the forward. While torch.compile traces, this depends on N only
-        with an explicit workspace: a graph is not to be specialised on it."""
+    def in_one_gemm(self, n_tokens: int) -> bool:
+        """Whether E of all tokens fits, so that dW is one GEMM: by default in what the accumulator would take as well,
+        which this way does without."""
+        if not (self.unsplit_weight and self.row_scaled):
+            return False
+        if self.workspace is None:
+            budget = self.default_chunk + self.saved_weight
+        else:
+            budget = self.workspace - self.acc_weight - self.weights
+        return 0 < n_tokens * self.row <= budget
+
+    def gradients_in_forward(self, n_tokens: int, constant: bool = False) -> bool:
+        """Whether a scalar loss makes its gradients in the forward. constant: dlogits have a constant term (label
+        smoothing), which needs the accumulator in any case.
+
+        While torch.compile traces, this depends on N only with an explicit workspace: a graph is not to be specialised
+        on it.
+        """
         if not self.row_scaled:
             return False
         if self.workspace is None and torch.compiler.is_compiling():
             return True
-        if self.unsplit_weight and 0 < n_tokens == self.kept_rows(n_tokens):
+        if self.in_one_gemm(n_tokens) and not constant:
             return False
         if self.workspace is None:
             return True
@@ -158,6 +173,8 @@ class Call:
         """Rows whose E is kept for a backward with per-token upstream gradients."""
         if not self.row_scaled or not any(self.needs) or not self.whole_vocabulary():
             return 0
+        if self.in_one_gemm(n_tokens):
+            return n_tokens
         budget = self.budget() - (0 if self.workspace is None else self.acc_weight + self.weights)
         if n_tokens * self.row <= budget:
             return n_tokens
