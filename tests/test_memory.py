@@ -26,9 +26,12 @@ class Allocations(NamedTuple):
 
 def allocations(function) -> Allocations:
     """Every allocation of torch's CPU allocator during a call, those inside operators too, as the profiler sees it."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = function()
+    gc.disable()  # what a collection would free is not the function's
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            result = function()
+    finally:
+        gc.enable()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     held = peak = 0
