@@ -1,6 +1,7 @@
 """The loss itself: from hidden states, head and labels to the sums that a trainer logs, by the kernel's scalar path.
 
-A trainer differentiates one scalar, and the kernel then needs 3 GEMMs in place of 4. So everything here is a sum over the batch's tokens; per-token values are never asked for.
+A trainer differentiates one scalar, and the kernel then needs 3 GEMMs in place of 4. So everything here is a sum over
+the batch's tokens; per-token values are never asked for.
 """
 
 from types import ModuleType

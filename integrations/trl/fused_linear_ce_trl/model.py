@@ -80,8 +80,9 @@ def patch_cce_lm_head(
         trust_remote_code: whether the kernel may be downloaded and run.
         on_labels: False leaves calls with labels alone too; the fused path is then only for SFTTrainer's own calls,
             which pass fused_lm_head=True and cce_sums=True.
-        activation_offloading: True keeps hooks on saved tensors off the loss. What it saves (gradients, or exponentials
-            of few tokens) is as large as the head and needed at once: offloading would only move it to the host and back.
+        activation_offloading: True keeps hooks on saved tensors off the loss. What it saves (gradients, or the
+            exponentials of few tokens) is as large as the head and needed at once: offloading would only move it to
+            the host and back.
 
     Raises:
         ValueError: the kernel may not be downloaded; or the model's head is not a plain linear layer.
