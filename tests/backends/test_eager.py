@@ -7,9 +7,8 @@ import torch
 
 from ..conftest import submodule
 from . import reference
-from .reference import FP64, check_forward, make_chunk, relative_error, run_forward
+from .reference import BF16, FP16, FP32, FP64, check_forward, make_chunk, relative_error, run_forward
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, VOCAB, WIDTH = 23, 53, 11
 ALL = (True, True, True, True)
 
