@@ -137,12 +137,6 @@ def dlogits(chunk: Chunk, a, b, t, d) -> torch.Tensor:
     return value * chunk.chi
 
 
-def relative_error(actual, expected) -> float:
-    """Frobenius norm of the difference over that of `expected`."""
-    expected = expected.to(FP64)
-    return ((actual.to(FP64) - expected).norm() / expected.norm()).item()
-
-
 def run_forward(backend, base, chunk: Chunk, wants, exps=None):
     """Stats of a chunk; exps is a buffer for E or None."""
     acc = base.accumulation_dtype(chunk.compute_dtype)

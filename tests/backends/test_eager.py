@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ..conftest import submodule
+from ..oracle import relative_error
 from . import reference
-from .reference import BF16, FP16, FP32, FP64, check_forward, make_chunk, relative_error, run_forward
+from .reference import BF16, FP16, FP32, FP64, check_forward, make_chunk, run_forward
 
 ROWS, VOCAB, WIDTH = 23, 53, 11
 ALL = (True, True, True, True)

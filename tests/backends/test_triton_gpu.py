@@ -7,10 +7,11 @@ import torch
 
 from .. import oracle
 from ..conftest import submodule
+from ..oracle import relative_error
 
 pytest.importorskip("triton")
 
-from .reference import BF16, FP32, FP64, Where, overflowing, relative_error
+from .reference import BF16, FP32, FP64, Where, overflowing
 
 pytestmark = pytest.mark.gpu
 

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from .. import oracle
 from ..conftest import submodule
-from ..oracle import HALF, mean_signed_error
+from ..oracle import HALF, mean_signed_error, relative_error
 
 pytest.importorskip("triton")
 
 from . import reference
-from .reference import BF16, FP16, FP32, FP64, Where, relative_error
+from .reference import BF16, FP16, FP32, FP64, Where
 
 
 class Case(NamedTuple):
@@ -76,33 +77,10 @@ RECOMPUTED = {
 }
 
 
-def float64_loss(hidden, weight, bias, targets, options, class_weight, token_weight):
-    """fused_linear_cross_entropy in float64 and torch operations."""
-    valid = targets != -100
-    z = hidden[valid] @ weight.T
-    if bias is not None:
-        z = z + bias
-    z = z * options.get("logit_scale", 1.0)
-    softcap = options.get("softcap")
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    losses = torch.nn.functional.cross_entropy(
-        z, targets[valid], class_weight, reduction="none", label_smoothing=options.get("label_smoothing", 0.0)
-    )
-    losses = losses + options.get("z_loss", 0.0) * torch.logsumexp(z, 1) ** 2
-    losses = losses if token_weight is None else losses * token_weight[valid]
-    reduction = options.get("reduction", "mean")
-    if reduction == "none":
-        return torch.zeros_like(targets, dtype=FP64).masked_scatter(valid, losses)
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (valid.sum() if class_weight is None else class_weight[targets[valid]].sum())
-
-
 class TestPublicFunctions:
     """Forward and backward through the operators with this backend, against float64."""
 
     def compare(self, where, forced, case, dtype, weight_dtype=None, autocast=None, change=lambda *t: t):
-        options = dict(case.options)
         if case is CASES["kept and recomputed"] and not where.on_gpu:
             where = where._replace(rows=45)
         workspace = case.workspace(forced, where, autocast or dtype, weight_dtype or dtype, dtype)
@@ -112,19 +90,15 @@ class TestPublicFunctions:
         hidden, weight, bias = change(chunk.x, chunk.weight, chunk.bias)
         tensors = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
         token_weight = torch.linspace(0, 2, where.rows, device=where.device) if case.weighted else None
+        options = {**case.options, "class_weight": chunk.class_weight, "token_weight": token_weight}
         with torch.autocast(where.device, autocast or FP16, enabled=autocast is not None):
-            loss = forced.fused_linear_cross_entropy(
-                hidden, weight, targets, bias, **options, class_weight=chunk.class_weight, token_weight=token_weight,
-                workspace=workspace,
-            )  # fmt: skip
-        exact = [(t if autocast is None else t.to(autocast)).detach().to(FP64).requires_grad_() for t in tensors]
-        weights = [None if t is None else t.to(FP64) for t in (chunk.class_weight, token_weight)]
-        expected = float64_loss(*exact, *[None] * (3 - len(exact)), targets, options, *weights)
+            loss = forced.fused_linear_cross_entropy(hidden, weight, targets, bias, **options, workspace=workspace)
         upstream = torch.linspace(0.5, 1.5, loss.numel(), device=where.device).reshape(loss.shape)
-        torch.testing.assert_close(loss.to(FP64), expected, rtol=2e-5, atol=1e-5)
+        expected = oracle.reference(hidden, weight, targets, bias, **options, upstream=upstream, round_to=autocast)
+        torch.testing.assert_close(loss.to(FP64).cpu(), expected.loss, rtol=2e-5, atol=1e-5)
         grads = torch.autograd.grad(loss, tensors, upstream)
         limit = 1e-5 if autocast is None and dtype == FP32 else 3.5e-3
-        for tensor, g, e in zip(tensors, grads, torch.autograd.grad(expected, exact, upstream.to(FP64))):
+        for tensor, g, e in zip(tensors, grads, expected.grads):
             assert g.dtype == tensor.dtype
             assert relative_error(g, e) < limit
 
@@ -243,10 +217,8 @@ class TestPublicFunctions:
             loss = forced.fused_linear_cross_entropy(
                 hidden, weight, targets, bias, workspace=workspace, **case.options
             )
-        exact = [t.detach().to(FP64).requires_grad_() for t in tensors]
-        expected = float64_loss(*exact, targets, case.options, None, None)
         grads = torch.autograd.grad(loss.sum(), tensors)
-        wanted = torch.autograd.grad(expected.sum(), exact)
+        wanted = oracle.reference(hidden, weight, targets, bias, **case.options).grads
         for g, e in zip(grads, wanted):
             assert relative_error(g, e) < 3.5e-3
         assert abs(mean_signed_error(grads[0], wanted[0])) < 4e-4
