@@ -27,14 +27,15 @@ class Case(NamedTuple):
     def workspace(self, kernel, where, dtype, weight_dtype, tensor_dtype):
         if self.plan is None:
             return None
-        options = self.options
-        row_scaled = not (options.get("label_smoothing") and options.get("softcap"))
+        how = {
+            "upstream": oracle.upstream_of(self.options.get("reduction", "mean")),
+            "row_scaled": oracle.row_scaled(self.options),
+        }
         for workspace in (int(5000 * 1.03**i) for i in range(400)):
             try:
                 plan = kernel.plan(
                     where.rows, where.vocab, where.width, dtype, hidden_dtype=tensor_dtype, weight_dtype=weight_dtype,
-                    device_type=where.device, needs=(True, True, self.bias), row_scaled=row_scaled,
-                    upstream="token" if options.get("reduction") == "none" else "scalar", workspace=workspace,
+                    device_type=where.device, needs=(True, True, self.bias), workspace=workspace, **how,
                 )  # fmt: skip
             except ValueError:
                 continue
