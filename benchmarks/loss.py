@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> dict:
     started = time.monotonic()
     device = select_device(args.device)
     now = datetime.datetime.now(datetime.timezone.utc)
-    settings = Settings(args.rounds, args.budget, args.min_iterations, not args.no_errors)
+    settings, errors = Settings(args.rounds, args.budget, args.min_iterations), not args.no_errors
     contenders, about = load_contenders(args.contenders, peers.Options(build=args.build))
     report = {
         **report_head(SCHEMA, now, device, ("triton", "kernels")),
-        "settings": {**dataclasses.asdict(settings), "seed": args.seed},
+        "settings": {**dataclasses.asdict(settings), "errors": errors, "seed": args.seed},
         "peers": about,
         "skipped": [],
         "cases": [],
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> dict:
                 begun = time.monotonic()
                 try:
                     case = make_case(parse_shape(shape), SCENARIOS[scenario], inputs, device, seed=args.seed)
-                    done = run_case(case, contenders, settings)
+                    done = run_case(case, contenders, settings, errors)
                 except Exception as error:  # the floor or the inputs do not fit: the other cases may
                     log(f"skipped: {label}: {peers.reason(error)}")
                     report["skipped"].append({"case": label, "reason": peers.reason(error)})

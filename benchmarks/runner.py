@@ -1,4 +1,7 @@
-"""One case: every contender is prepared, checked against the reference and measured, then all are timed in rounds."""
+"""Every contender is prepared, checked against the reference and measured, then all are timed in rounds.
+
+`run_case` does so for one case of the loss. `Entry` and `time_in_rounds` serve the training steps of trl_step.py too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +25,6 @@ class Settings:
     rounds: int = 5
     budget_s: float = 0.7
     min_iterations: int = 5
-    errors: bool = True
 
 
 def log(text: str) -> None:
@@ -53,39 +56,76 @@ def is_oom(error: BaseException) -> bool:
 
 
 class Entry:
-    """A contender's way through one case: prepared, checked, then timed round by round; any failure ends it."""
+    """A contender's way through one case: prepared, then timed round by round; any failure ends it.
 
-    def __init__(self, contender: peers.Contender, case: Case) -> None:
-        self.contender, self.case = contender, case
+    Preparing sets `step`, the call that is timed, and `estimate_ms`, its time. `reset` undoes what a call leaves.
+    """
+
+    estimate_ms: float
+
+    def __init__(self, device: torch.device, reset: Callable[[], None], **about) -> None:
+        self.device, self.reset = device, reset
         self.samples = timing.Samples()
-        self.step = None
-        self.result: dict = {"title": contender.label(), "metrics": list(contender.metrics), "status": "ok"}
+        self.step: Callable[[], object] | None = None
+        self.result: dict = {**about, "status": "ok"}
 
-    def attempt(self, work) -> None:
+    def attempt(self, work: Callable[[], None]) -> None:
         failure = None
         try:
             work()
         except peers.Unsupported as error:
             failure = ("unsupported", str(error))
-        except Exception as error:  # a peer may fail in any way: the others go on
+        except Exception as error:  # a contender may fail in any way: the others go on
             failure = ("oom", "out of memory") if is_oom(error) else ("error", peers.reason(error))
         if failure:
             # only now, when the exception is gone: its traceback held the tensors of the failed call
             self.fail(*failure)
-            self.case.reset()
-            timing.release(self.case.device)
+            self.reset()
+            timing.release(self.device)
 
     def fail(self, status: str, why: str) -> None:
         self.step = None
         self.result.update(status=status, reason=why)
 
+    def time(self, n: int) -> None:
+        self.attempt(lambda: self._time(n))
+
+    def _time(self, n: int) -> None:
+        if self.device.type == "cuda":
+            self.time_batch(1)  # the allocator's blocks and the caches are the last contender's: one call to settle
+        device_ms, host_ms = self.time_batch(n)
+        self.samples.rounds.append(device_ms)
+        self.samples.host += host_ms
+
+    def time_batch(self, n: int) -> tuple[list[float], list[float]]:
+        """Milliseconds of n calls, as timing.time_batch has them."""
+        return timing.time_batch(self.step, self.reset, n, self.device)
+
+
+def time_in_rounds(entries: Collection[Entry], settings: Settings) -> None:
+    """Time those that were prepared, in another order every round, and add their summaries to their results."""
+    for round_ in range(settings.rounds):
+        for entry in timing.rotation([e for e in entries if e.step], round_, settings.rounds):
+            entry.time(timing.repeats(entry.estimate_ms, settings.rounds, settings.budget_s, settings.min_iterations))
+    for entry in entries:
+        if entry.step:
+            entry.result.update(entry.samples.summary())
+
+
+class CaseEntry(Entry):
+    """A contender for the loss of one case."""
+
+    def __init__(self, contender: peers.Contender, case: Case) -> None:
+        super().__init__(case.device, case.reset, title=contender.label(), metrics=list(contender.metrics))
+        self.contender, self.case = contender, case
+
     def prepare(self, reference: Reference | None) -> None:
-        if self.contender.needs_gpu and self.case.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if self.contender.needs_gpu and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return self.fail("unsupported", "needs a GPU")
         self.attempt(lambda: self._prepare(reference))
 
     def _prepare(self, reference: Reference | None) -> None:
-        case, device = self.case, self.case.device
+        case, device = self.case, self.device
         case.reset()
         step = make_step(case, self.contender)
         timing.synchronize(device)
@@ -106,19 +146,13 @@ class Entry:
         self.result["peak_extra_bytes"] = None if peak is None else max(0, peak - gradients)
         self.result["peak_source"] = how
         case.reset()
-        self.estimate_ms = min(timing.time_batch(step, case.reset, 1, device)[0])
         self.step = step
+        self.estimate_ms = min(self.time_batch(1)[0])
 
     def time(self, n: int) -> None:
-        self.attempt(lambda: self._time(n))
-
-    def _time(self, n: int) -> None:
-        if self.case.device.type == "cuda":
-            # the allocator's blocks and the caches are the last contender's: one call to settle
-            timing.time_batch(self.step, self.case.reset, 1, self.case.device)
-        device_ms, host_ms = timing.time_batch(self.step, self.case.reset, n, self.case.device)
-        self.samples.rounds.append(device_ms)
-        self.samples.host += host_ms
+        super().time(n)
+        if crowded(self.device):
+            timing.release(self.device)
 
 
 def crowded(device: torch.device) -> bool:
@@ -127,13 +161,14 @@ def crowded(device: torch.device) -> bool:
     return torch.cuda.memory_reserved(device) > 0.5 * torch.cuda.get_device_properties(device).total_memory
 
 
-def run_case(case: Case, contenders: list[peers.Contender], settings: Settings) -> dict:
+def run_case(case: Case, contenders: list[peers.Contender], settings: Settings, errors: bool = True) -> dict:
+    """errors: whether the contenders are compared with the float64 reference."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # or compiled code of the last shape makes this one a recompilation with dynamic shapes
-    reference = Reference(case) if settings.errors else None
+    reference = Reference(case) if errors else None
     timing.release(case.device)
 
-    entries = {c.name: Entry(c, case) for c in (*peers.FLOORS, *contenders)}
+    entries = {c.name: CaseEntry(c, case) for c in (*peers.FLOORS, *contenders)}
     for name, entry in entries.items():
         entry.prepare(reference)
         r = entry.result
@@ -142,20 +177,9 @@ def run_case(case: Case, contenders: list[peers.Contender], settings: Settings) 
     del reference
     timing.release(case.device)
 
-    for round_ in range(settings.rounds):
-        for name in timing.rotation([n for n, e in entries.items() if e.step], round_, settings.rounds):
-            entry = entries[name]
-            if entry.step:
-                n = timing.repeats(entry.estimate_ms, settings.rounds, settings.budget_s, settings.min_iterations)
-                entry.time(n)
-                if crowded(case.device):
-                    timing.release(case.device)
+    time_in_rounds(entries.values(), settings)
 
-    results = {}
-    for name, entry in entries.items():
-        if entry.step:
-            entry.result.update(entry.samples.summary())
-        results[name] = entry.result
+    results = {name: entry.result for name, entry in entries.items()}
     for base, key in (("floor", "ratio_to_floor"), ("logits-gemm", "ratio_to_logits_gemm")):
         base_ms = results[base].get("median_ms")
         for r in results.values():

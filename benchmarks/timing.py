@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def synchronize(device: torch.device) -> None:
@@ -122,8 +125,8 @@ def repeats(estimate_ms: float, rounds: int, budget_s: float, min_iterations: in
     return math.ceil(total / rounds)
 
 
-def rotation(names: Sequence[str], round_: int, rounds: int) -> list[str]:
+def rotation(contenders: Sequence[T], round_: int, rounds: int) -> list[T]:
     """The contenders in another order every round: each comes early and late, so a drifting clock hits all alike."""
-    n = len(names)
+    n = len(contenders)
     first, direction = round_ * n // rounds, -1 if round_ % 2 else 1
-    return [names[(first + direction * k) % n] for k in range(n)]
+    return [contenders[(first + direction * k) % n] for k in range(n)]

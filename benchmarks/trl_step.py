@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
+import functools
 import json
 import math
 import sys
@@ -28,7 +30,7 @@ if __package__ in (None, ""):  # run as a file
 
 from . import peers, timing
 from .loss import RESULTS, report_head, select_device, slug
-from .runner import is_oom, log
+from .runner import Entry, Settings, log, time_in_rounds
 from .trl_heads import BOUNDS, HEADS, Head, Options, own_forward
 from .trl_rows import GPU_ROWS, IGNORE_INDEX, ROWS, Row, build_model, causal_lm, make_batch
 
@@ -49,29 +51,17 @@ def set_mode(model: nn.Module, mode: str) -> None:
         layer.compile()
 
 
-class Entry:
-    """A head on the model in one mode: attached, checked, then timed round by round; any failure ends it."""
+class HeadEntry(Entry):
+    """A head on the model in one mode."""
 
     def __init__(self, head: Head, run: Run) -> None:
+        super().__init__(run.device, run.reset, title=head.title)
         self.head, self.run = head, run
-        self.samples = timing.Samples()
-        self.forward = self.compute_loss = None
-        self.result: dict = {"title": head.title, "status": "ok"}
+        self.forward = None
 
-    def attempt(self, work) -> None:
-        failure = None
-        try:
-            work()
-        except peers.Unsupported as error:
-            failure = ("unsupported", str(error))
-        except Exception as error:  # a head may fail in any way: the others go on
-            failure = ("oom", "out of memory") if is_oom(error) else ("error", peers.reason(error))
-        if failure:
-            # only now, when the exception is gone: its traceback held the tensors of the failed step
-            self.compute_loss = self.forward = None
-            self.result.update(status=failure[0], reason=failure[1])
-            self.run.reset()
-            timing.release(self.run.device)
+    def fail(self, status: str, why: str) -> None:
+        self.forward = None
+        super().fail(status, why)
 
     def prepare(self) -> None:
         self.attempt(self._prepare)
@@ -79,12 +69,12 @@ class Entry:
     def _prepare(self) -> None:
         run = self.run
         with own_forward(run.model) as base:
-            self.compute_loss = self.head.attach(run.model, run.row, run.batch)
+            compute_loss = self.head.attach(run.model, run.row, run.batch)
             self.forward = base.__dict__["forward"]
         run.reset()
         with self.attached():
             start = time.perf_counter()
-            loss = run.forward_backward(self.compute_loss)
+            loss = run.forward_backward(compute_loss)
             timing.synchronize(run.device)
             self.result["first_step_s"] = round(time.perf_counter() - start, 3)
         if self.head.name not in BOUNDS:
@@ -96,6 +86,7 @@ class Entry:
         del loss
         run.optimizer.step()  # its states exist from here on
         run.reset()
+        self.step = functools.partial(run.step, compute_loss)
 
     def measure_memory(self) -> None:
         self.attempt(self._measure_memory)
@@ -103,28 +94,18 @@ class Entry:
     def _measure_memory(self) -> None:
         run = self.run
         with self.attached():
-            peak, how = timing.peak_memory(lambda: run.step(self.compute_loss), run.reset, run.device)
+            peak, how = timing.peak_memory(self.step, run.reset, run.device)
             run.reset()
             resident = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else None
             # beyond weights and optimizer states, and with them
             self.result["peak_extra_bytes"] = peak
             self.result["peak_bytes"] = None if peak is None or resident is None else peak + resident
             self.result["peak_source"] = how
-            self.estimate_ms = min(self._times(1)[0])
+        self.estimate_ms = min(self.time_batch(1)[0])
 
-    def time(self, n: int) -> None:
-        self.attempt(lambda: self._time(n))
-
-    def _time(self, n: int) -> None:
+    def time_batch(self, n: int) -> tuple[list[float], list[float]]:
         with self.attached():
-            if self.run.device.type == "cuda":
-                self._times(1)  # the allocator's blocks and the caches are the last head's: one step to settle
-            device_ms, host_ms = self._times(n)
-        self.samples.rounds.append(device_ms)
-        self.samples.host += host_ms
-
-    def _times(self, n: int):
-        return timing.time_batch(lambda: self.run.step(self.compute_loss), self.run.reset, n, self.run.device)
+            return super().time_batch(n)
 
     @contextlib.contextmanager
     def attached(self):
@@ -159,25 +140,18 @@ class Run:
         self.optimizer.step()
 
 
-def run_mode(run: Run, mode: str, heads: list[Head], args: argparse.Namespace) -> dict:
+def run_mode(run: Run, mode: str, heads: list[Head], settings: Settings) -> dict:
     set_mode(run.model, mode)
-    entries = {head.name: Entry(head, run) for head in heads}
+    entries = {head.name: HeadEntry(head, run) for head in heads}
     for name, entry in entries.items():
         entry.prepare()
         r = entry.result
-        outcome = f"first step {r['first_step_s']} s" if entry.forward else f"{r['status']}: {r['reason']}"
+        outcome = f"first step {r['first_step_s']} s" if entry.step else f"{r['status']}: {r['reason']}"
         log(f"  {name:8s} {outcome}")
     for entry in entries.values():
-        if entry.forward:
+        if entry.step:
             entry.measure_memory()
-    for round_ in range(args.rounds):
-        for name in timing.rotation([n for n, e in entries.items() if e.forward], round_, args.rounds):
-            entry = entries[name]
-            if entry.forward:
-                entry.time(timing.repeats(entry.estimate_ms, args.rounds, args.budget, args.min_iterations))
-    for entry in entries.values():
-        if entry.forward:
-            entry.result.update(entry.samples.summary())
+    time_in_rounds(entries.values(), settings)
     return {name: entry.result for name, entry in entries.items()}
 
 
@@ -216,16 +190,16 @@ def load_heads(names: list[str], options: Options) -> tuple[list[Head], dict]:
 def run(args: argparse.Namespace) -> dict:
     started = time.monotonic()
     device = select_device(args.device)
+    settings = Settings(args.rounds, args.budget, args.min_iterations)
     heads, about = load_heads(args.heads, Options(args.build, args.chunked_trl))
     now = datetime.datetime.now(datetime.timezone.utc)
     report = {
         **report_head(SCHEMA, now, device, PACKAGES),
-        "settings": {"rounds": args.rounds, "budget_s": args.budget, "min_iterations": args.min_iterations,
-                     "seed": args.seed},
+        "settings": {**dataclasses.asdict(settings), "seed": args.seed},
         "heads": about,
         "skipped": [],
         "cases": [],
-    }  # fmt: skip
+    }
     path = Path(args.json) if args.json else RESULTS / f"trl-{slug(report['device']['name'])}-{now:%Y%m%d-%H%M%S}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -249,7 +223,7 @@ def run(args: argparse.Namespace) -> dict:
             try:
                 torch._dynamo.reset()  # or the last row's layers make this one's a recompilation with dynamic shapes
                 state = state or Run(ROWS[name], device, args.seed)
-                case = {**describe(ROWS[name], state, mode), "results": run_mode(state, mode, heads, args)}
+                case = {**describe(ROWS[name], state, mode), "results": run_mode(state, mode, heads, settings)}
             except Exception as error:  # the model does not fit: the other rows may
                 skip(label, peers.reason(error))
                 state = None

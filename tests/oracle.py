@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from .conftest import submodule
+
 HALF = (torch.bfloat16, torch.float16)
 DIFFERENTIABLE = ("log_probs", "entropy", "lse")
 PER_TOKEN = (*DIFFERENTIABLE, "mean_logits", "log_sum_sq_probs", "is_top1")
@@ -46,6 +48,11 @@ def mean_signed_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 3.5e-3)
+
+
+def value_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the losses and statistics of such inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def value_tolerance(dtype: torch.dtype) -> float:
@@ -256,6 +263,10 @@ class Inputs:
     def positional(self) -> tuple:
         return (self.hidden, self.weight, self.targets, self.bias)
 
+    def leaves(self, needs=(True, True, True)) -> list[torch.Tensor | None]:
+        """hidden, weight and bias as leaves of autograd."""
+        return [as_leaf(t, n) for t, n in zip((self.hidden, self.weight, self.bias), needs)]
+
     def replace(self, **changes) -> Inputs:
         return replace(self, **changes)
 
@@ -283,6 +294,11 @@ def make_inputs(
 def random(like: torch.Tensor | tuple, device="cpu", dtype=torch.float32, seed=1) -> torch.Tensor:
     shape = like if isinstance(like, (tuple, torch.Size)) else like.shape
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def random_upstream(names, like: torch.Tensor | tuple, device="cpu", dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """A gradient for each of these outputs, all of them different."""
+    return {name: random(like, device, dtype, seed=k) for k, name in enumerate(names)}
 
 
 # --- calling the kernel ----------------------------------------------------------------------------------------------
@@ -321,13 +337,13 @@ def _gradients(leaves) -> tuple[torch.Tensor | None, ...]:
 
 def run(kernel, inputs: Inputs, *, upstream=None, needs=(True, True, True), **options) -> Outcome:
     """fused_linear_cross_entropy and its backward."""
-    leaves = [as_leaf(t, n) for t, n in zip((inputs.hidden, inputs.weight, inputs.bias), needs)]
+    leaves = inputs.leaves(needs)
     given = (*inputs.positional(), upstream, *options.values())
     with unchanged(*given):
         out = kernel.fused_linear_cross_entropy(leaves[0], leaves[1], inputs.targets, leaves[2], **options)
         loss, metrics = out if options.get("return_metrics") else (out, None)
         assert loss.requires_grad == any(leaf is not None and leaf.requires_grad for leaf in leaves)
-        assert loss.dtype == (torch.float64 if inputs.hidden.dtype == torch.float64 else torch.float32)
+        assert loss.dtype == value_dtype(inputs.hidden.dtype)
         if loss.requires_grad:
             loss.backward(torch.ones_like(loss) if upstream is None else upstream)
     grads = _gradients(leaves)
@@ -338,7 +354,7 @@ def run(kernel, inputs: Inputs, *, upstream=None, needs=(True, True, True), **op
 
 def run_log_probs(kernel, inputs: Inputs, *, outputs, upstream=None, needs=(True, True, True), **options):
     """fused_linear_log_probs, and the backward of sum(output * upstream[output]): ({name: output}, Outcome)."""
-    leaves = [as_leaf(t, n) for t, n in zip((inputs.hidden, inputs.weight, inputs.bias), needs)]
+    leaves = inputs.leaves(needs)
     upstream = upstream or {}
     with unchanged(*inputs.positional(), *upstream.values()):
         out = kernel.fused_linear_log_probs(
@@ -392,7 +408,7 @@ def check_log_probs(values: dict, expected: dict, dtype: torch.dtype, *, noise: 
         if name == "is_top1":
             assert got.dtype == torch.bool and torch.equal(got.cpu(), want)
             continue
-        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32), name
+        assert got.dtype == value_dtype(dtype), name
         error = (got.double().cpu() - want).norm().item()
         allowed = value_tolerance(dtype) * want.norm().item() + noise * want.numel() ** 0.5
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
@@ -405,6 +421,11 @@ PLANS = ("forward", "kept", "recompute", "slab")
 
 def upstream_of(reduction: str) -> str:
     return "token" if reduction == "none" else "scalar"
+
+
+def row_scaled(options: dict) -> bool:
+    """False where the logits' gradient is not their exponentials times a factor per row."""
+    return not (options.get("label_smoothing") and options.get("softcap"))
 
 
 def plan_of(kernel, inputs: Inputs, workspace=None, *, upstream="scalar", row_scaled=True, needs=(True, True, True)):
@@ -479,7 +500,17 @@ def workspace_for(kernel, kind: str, inputs: Inputs, **how) -> int | None:
     return found[kind]
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory and work -------------------------------------------------------------------------------------------------
+
+
+def memory_changes(call) -> list[int]:
+    """Bytes that torch's CPU allocator gave out (or, below 0, got back) during a call, inside operators too, in order
+    and as the profiler sees it. What the call returns is still held at the end."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = call()
+    del kept
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
 def allocations(call, device: str) -> tuple[int, int]:
@@ -495,10 +526,21 @@ def allocations(call, device: str) -> tuple[int, int]:
         peak = accelerator.max_memory_allocated() - before
         del kept
         return peak, peak
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = call()
-    del kept
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    sizes = memory_changes(call)
     assert sizes, "the profiler saw no allocation: this measures nothing"
     return max(itertools.accumulate(sizes)), max(sizes)
+
+
+def count_rows(kernel, monkeypatch, device: str, **positions: int) -> dict[str, int]:
+    """The rows that functions of the backend get from now on; positions: which argument of a function has them."""
+    backends = submodule(kernel, "backends")
+    backend = backends.load(backends.choose(device, False))
+    rows = dict.fromkeys(positions, 0)
+
+    def counted(function, name, position, /, *arguments, **options):
+        rows[name] += arguments[position].shape[0]
+        return function(*arguments, **options)
+
+    for name, position in positions.items():
+        monkeypatch.setattr(backend, name, functools.partial(counted, getattr(backend, name), name, position))
+    return rows

@@ -47,7 +47,7 @@ def test_masked_classes_contribute_nothing(kernel, dev, dtype, name, how):
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_classes_contribute_nothing_to_the_log_probs(kernel, dev, dtype, name):
     inputs = masked_inputs(name, dev, dtype)
-    upstream = {name: oracle.random((50,), dev, seed=k) for k, name in enumerate(oracle.DIFFERENTIABLE)}
+    upstream = oracle.random_upstream(oracle.DIFFERENTIABLE, (50,), dev)
     outputs = tuple(name for name in oracle.PER_TOKEN if name != "mean_logits")
     values, outcome = oracle.run_log_probs(kernel, inputs, outputs=outputs, upstream=upstream)
     expected, gradients = oracle.reference_log_probs(*inputs.positional(), upstream=upstream)
@@ -120,7 +120,7 @@ def test_a_common_offset_costs_no_digits(kernel, dev, offset, reduction, how, sm
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_a_common_offset_costs_the_log_probs_no_digits(kernel, dev, offset):
     inputs = exact_inputs(dev, offset)
-    upstream = {name: oracle.random((60,), dev, seed=k) for k, name in enumerate(oracle.DIFFERENTIABLE)}
+    upstream = oracle.random_upstream(oracle.DIFFERENTIABLE, (60,), dev)
     values, outcome = oracle.run_log_probs(kernel, inputs, outputs=oracle.PER_TOKEN, upstream=upstream)
     expected, gradients = oracle.reference_log_probs(*inputs.positional(), upstream=upstream)
     oracle.check_log_probs(values, expected, torch.float32)

@@ -32,7 +32,7 @@ def on_cpu_or(*cases, gpu=()):
 def test_the_oracle_is_torchs_cross_entropy(reduction, ignore_index, weighted):
     i = oracle.make_inputs(dtype=torch.float64, lead=(20,), vocab=13, hidden_size=5, ignore_index=ignore_index)
     class_weight = torch.rand(13, dtype=torch.float64) if weighted else None
-    leaves = [oracle.as_leaf(t, True) for t in (i.hidden, i.weight, i.bias)]
+    leaves = i.leaves()
     expected = F.cross_entropy(
         F.linear(*leaves), i.targets, class_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=0.1
     )
@@ -103,7 +103,7 @@ def with_options(name: str, device: str, dtype: torch.dtype, reduction: str) -> 
     inputs = oracle.make_inputs(
         device, dtype, (N,), V, H, bias=options.pop("bias", False), ignore_index=options.get("ignore_index", -100)
     )
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = oracle.value_dtype(dtype)
     if options.pop("class_weight", False):
         options["class_weight"] = oracle.random((V,), device, exact, seed=2).abs()
     if options.pop("token_weight", False):
@@ -112,10 +112,6 @@ def with_options(name: str, device: str, dtype: torch.dtype, reduction: str) -> 
         options.pop("num_items", None)
     options["reduction"] = reduction
     return inputs, options
-
-
-def row_scaled(options: dict) -> bool:
-    return not (options.get("label_smoothing") and options.get("softcap"))
 
 
 def test_every_kind_of_plan_is_tested(kernel, dev):
@@ -135,7 +131,7 @@ ON_GPU = ["plain", "everything"]
 @pytest.mark.parametrize(("dev", "name"), on_cpu_or(*OPTIONS, gpu=ON_GPU))
 def test_loss_and_gradients(kernel, dev, dtype, name, reduction):
     inputs, options = with_options(name, dev, dtype, reduction)
-    upstream = oracle.random((N,), dev, seed=4).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    upstream = oracle.random((N,), dev, oracle.value_dtype(dtype), seed=4)
     upstream = upstream if reduction == "none" else upstream[0]
     outcome = oracle.run(kernel, inputs, upstream=upstream, return_metrics=True, **options)
     oracle.check(outcome, oracle.reference(*inputs.positional(), upstream=upstream, **options), dtype)
@@ -149,7 +145,7 @@ def test_loss_and_gradients(kernel, dev, dtype, name, reduction):
 )
 def test_every_plan_gives_the_same(kernel, dev, dtype, name, reduction):
     inputs, options = with_options(name, dev, dtype, reduction)
-    how = {"upstream": oracle.upstream_of(reduction), "row_scaled": row_scaled(options)}
+    how = {"upstream": oracle.upstream_of(reduction), "row_scaled": oracle.row_scaled(options)}
     g = oracle.random((N,), dev, seed=4) if reduction == "none" else torch.tensor(-1.5, device=dev)
     expected = oracle.reference(*inputs.positional(), upstream=g, **options)
     found = oracle.workspaces(kernel, inputs, **how)
@@ -174,8 +170,7 @@ def test_every_plan_gives_the_same(kernel, dev, dtype, name, reduction):
 def test_log_probs(kernel, dev, dtype, name, grads):
     inputs, options = with_options(name, dev, dtype, "sum")
     del options["reduction"]
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    upstream = {n: oracle.random((N,), dev, exact, seed=k) for k, n in enumerate(filter(None, grads.split(",")))}
+    upstream = oracle.random_upstream(filter(None, grads.split(",")), (N,), dev, oracle.value_dtype(dtype))
     values, outcome = oracle.run_log_probs(kernel, inputs, outputs=oracle.PER_TOKEN, upstream=upstream, **options)
     expected, gradients = oracle.reference_log_probs(*inputs.positional(), upstream=upstream, **options)
     oracle.check_log_probs(values, expected, dtype)
@@ -190,7 +185,7 @@ def test_log_probs(kernel, dev, dtype, name, grads):
 )
 def test_every_plan_gives_the_same_log_probs(kernel, dev, dtype, grads):
     inputs = oracle.make_inputs(dev, dtype)
-    upstream = {name: oracle.random((N,), dev, seed=k) for k, name in enumerate(grads)}
+    upstream = oracle.random_upstream(grads, (N,), dev)
     options = {"logit_scale": 0.8, "softcap": 5.0}
     expected, gradients = oracle.reference_log_probs(*inputs.positional(), upstream=upstream, **options)
     found = oracle.workspaces(kernel, inputs, upstream="token", row_scaled="entropy" not in grads)
@@ -219,7 +214,7 @@ def test_log_probs_of_some_outputs(kernel):
 
 def test_outputs_without_a_gradient_have_none(kernel):
     inputs = oracle.make_inputs()
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     out = kernel.fused_linear_log_probs(leaves[0], leaves[1], inputs.targets, leaves[2], outputs=oracle.PER_TOKEN)
     for name in oracle.PER_TOKEN:
         assert getattr(out, name).requires_grad == (name in oracle.DIFFERENTIABLE), name
@@ -257,7 +252,7 @@ def test_gradcheck(kernel, reduction):
             z_loss=0.05, class_weight=class_weight, token_weight=token_weight,
         )  # fmt: skip
 
-    assert torch.autograd.gradcheck(loss, [oracle.as_leaf(t, True) for t in (i.hidden, i.weight, i.bias)])
+    assert torch.autograd.gradcheck(loss, i.leaves())
 
 
 def test_gradcheck_of_the_log_probs(kernel):
@@ -269,7 +264,7 @@ def test_gradcheck_of_the_log_probs(kernel):
         )
         return out.log_probs, out.entropy, out.lse
 
-    assert torch.autograd.gradcheck(outputs, [oracle.as_leaf(t, True) for t in (i.hidden, i.weight, i.bias)])
+    assert torch.autograd.gradcheck(outputs, i.leaves())
 
 
 def test_a_logit_scale_of_zero_is_uniform(kernel):
@@ -406,8 +401,8 @@ def test_the_raw_loss_equals_autograds(kernel, dev, reduction, how, options, nee
     if "class_weight" in options:
         options["class_weight"] = oracle.random((V,), dev).abs()
         options["token_weight"] = oracle.random((3, 50), dev)
-    scaled, upstream = row_scaled(options), "token" if reduction == "none" else "scalar"
-    options["workspace"] = oracle.workspace_for(kernel, how, inputs, upstream=upstream, row_scaled=scaled, needs=needs)
+    call = {"upstream": oracle.upstream_of(reduction), "row_scaled": oracle.row_scaled(options), "needs": needs}
+    options["workspace"] = oracle.workspace_for(kernel, how, inputs, **call)
     options["reduction"] = reduction
     g = oracle.random((3, 50), dev) if reduction == "none" else torch.tensor(1.7, device=dev)
     expected = oracle.run(kernel, inputs, upstream=g, return_metrics=True, needs=needs, **options)
@@ -474,7 +469,7 @@ def test_the_raw_log_probs_equal_autograds(kernel, dev, outputs, kind):
     kind = "recompute" if kind == "kept" and "entropy" in outputs else kind
     workspace = oracle.workspace_for(kernel, kind, inputs, upstream="token", row_scaled="entropy" not in outputs)
     options = {"outputs": outputs, "logit_scale": 0.7, "workspace": workspace}
-    upstream = {name: oracle.random((3, 50), dev, seed=k) for k, name in enumerate(outputs)}
+    upstream = oracle.random_upstream(outputs, (3, 50), dev)
     values, expected = oracle.run_log_probs(kernel, inputs, upstream=upstream, **options)
     out, saved = kernel.fused_linear_log_probs_forward(*inputs.positional(), **options)
     for name in oracle.PER_TOKEN:
@@ -528,7 +523,7 @@ def test_the_raw_pair_in_a_function_of_ones_own(kernel):
             )
             return dx, dw, None
 
-    hidden, weight = oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)
+    hidden, weight, _ = inputs.leaves()
     g = oracle.random((2, 30))
     (Loss.apply(hidden, weight, inputs.targets) * g).sum().backward()
     expected = oracle.reference(inputs.hidden, inputs.weight, inputs.targets, reduction="none", upstream=g)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import oracle
-from .conftest import submodule, torch_backend
+from .conftest import torch_backend
 
 
 def least_for_forward(kernel, inputs: oracle.Inputs) -> int:
@@ -67,7 +67,7 @@ def test_c03_reduction_none_with_nonuniform_weights(kernel, dev, first_ignored):
     g = oracle.random((2, 4), dev)
     outcome = oracle.run(kernel, inputs, reduction="none", upstream=g)
     oracle.check(outcome, oracle.reference(*inputs.positional(), reduction="none", upstream=g), torch.float32)
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     per_token = kernel.fused_linear_cross_entropy(leaves[0], leaves[1], inputs.targets, leaves[2], reduction="none")
     (per_token * g).sum().backward()
     for leaf, grad in zip(leaves, outcome.grads):
@@ -120,7 +120,7 @@ def test_c06_a_retained_backward_scales_in_place(kernel, dev, reduction, how, fr
 def test_c06_under_autocast(kernel, dev, scale):
     """The same with fp32 parameters under bf16 autocast, the gradients accumulating in .grad."""
     inputs = oracle.make_inputs(dev)
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     with torch.autocast(dev, dtype=torch.bfloat16):
         loss = kernel.fused_linear_cross_entropy(leaves[0], leaves[1], inputs.targets, leaves[2])
     (loss * scale).backward(retain_graph=True)
@@ -143,7 +143,7 @@ def confident_inputs(device) -> oracle.Inputs:
 def test_c07_the_gradient_of_lse_is_filtered_away(kernel, dev):
     """A filter on |p - onehot| drops the z-loss's gradient where every row is confident (cut-cross-entropy)."""
     inputs = confident_inputs(dev)
-    hidden, weight = oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)
+    hidden, weight, _ = inputs.leaves()
     out = kernel.fused_linear_log_probs(hidden, weight, inputs.targets, outputs=("lse",))
     assert oracle.reference_log_probs(*inputs.positional())[0]["log_probs"].exp().min() > 0.98
     (out.lse**2).mean().backward()
@@ -211,7 +211,7 @@ def test_c12_dx_is_rounded_once_per_vocabulary_chunk(kernel, dev, reduction):
     """huggingface/trl's chunked log-probabilities: rounding the part of every slab of classes biases dX, and entropy
     drifts over a training run although each step's error looks normal."""
     inputs = oracle.make_inputs(dev, torch.bfloat16, (512,), 1024, 64, bias=False, ignored=0.0)
-    upstream = "token" if reduction == "none" else "scalar"
+    upstream = oracle.upstream_of(reduction)
     workspace = oracle.smallest_workspace(kernel, inputs, upstream=upstream)
     while (plan := oracle.plan_of(kernel, inputs, workspace, upstream=upstream)).slab < 64:
         workspace += workspace // 20
@@ -274,7 +274,7 @@ def test_c15_a_frozen_head_still_gets_its_gradient_computed(kernel, dev, needs, 
 def test_c15_gradients_are_made_under_no_grad(kernel, dev):
     """https://github.com/PrimeIntellect-ai/prime-rl/pull/3011"""
     inputs = oracle.make_inputs(dev, torch.float32, (16,), 4096, 256, bias=False, ignored=0.0)
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight)]
+    leaves = inputs.leaves()[:2]
 
     def call(context):
         with context:
@@ -339,7 +339,7 @@ def test_c21_a_fused_loss_differs_from_its_trainers(kernel, dev):
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.01 * entropy
         return -(gain * mask).sum() / mask.sum()
 
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     mask = inputs.targets != -100
     out = kernel.fused_linear_log_probs(
         leaves[0], leaves[1], inputs.targets, leaves[2], logit_scale=1 / 0.7, outputs=("log_probs", "entropy")
@@ -412,7 +412,7 @@ def test_c26_a_leading_chunk_of_minus_infinity(kernel, dev):
         inputs.bias[masked] = -math.inf
         allowed = (inputs.bias > -math.inf).nonzero().squeeze(1)
         inputs = inputs.replace(targets=allowed[inputs.targets % len(allowed)])
-        upstream = {name: oracle.random((150,), dev, seed=k) for k, name in enumerate(oracle.DIFFERENTIABLE)}
+        upstream = oracle.random_upstream(oracle.DIFFERENTIABLE, (150,), dev)
         outputs = tuple(name for name in oracle.PER_TOKEN if name != "mean_logits")
         values, outcome = oracle.run_log_probs(kernel, inputs, outputs=outputs, upstream=upstream)
         expected, gradients = oracle.reference_log_probs(*inputs.positional(), upstream=upstream)
@@ -437,7 +437,7 @@ def test_c27_compiled_ignored_rows_read_foreign_memory(kernel, dev, reduction):
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         for function in (call, compiled):
-            hidden, weight = oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)
+            hidden, weight, _ = inputs.leaves()
             loss = function(hidden, weight, inputs.targets)
             loss.sum().backward()
             oracle.check(
@@ -480,7 +480,7 @@ def test_c29_python_floats_under_compile(kernel, dev, reduction):
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for options in ((30.0, 1e-4, 0.7), (25.0, 2e-4, 0.9)):
-        leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+        leaves = inputs.leaves()
         loss = compiled(*leaves, *options)
         loss.sum().backward()
         again = call(*leaves, *options)
@@ -625,21 +625,7 @@ def test_c40_masked_tokens_are_projected(kernel, dev, monkeypatch, reduction):
     """https://github.com/huggingface/trl/pull/5575: the work follows the tokens that count."""
     inputs = oracle.make_inputs(dev, lead=(500,), ignored=0.9)
     valid = int((inputs.targets != -100).sum())
-    backends = submodule(kernel, "backends")
-    backend = backends.load(backends.choose(dev, False))
-    rows = {"forward": 0, "grad_weight": 0}
-
-    def count(name, argument):
-        original = getattr(backend, name)
-
-        def counted(*arguments, **options):
-            rows[name] += arguments[argument].shape[0]
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(backend, name, counted)
-
-    count("forward", 0)
-    count("grad_weight", 1)
+    rows = oracle.count_rows(kernel, monkeypatch, dev, forward=0, grad_weight=1)
     oracle.run(kernel, inputs, reduction=reduction)
     assert rows == {"forward": valid, "grad_weight": valid}
 
@@ -715,7 +701,7 @@ def test_c54_compile_with_a_full_graph(kernel, dev):
         loss, metrics = kernel.fused_linear_cross_entropy(hidden, weight, targets, bias, return_metrics=True)
         return loss * 2, metrics["num_correct_tokens"]
 
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     loss, correct = step(*leaves, inputs.targets)
     loss.backward()
     expected = oracle.reference(*inputs.positional())
@@ -743,7 +729,7 @@ def test_c55_gradients_inside_a_custom_function(kernel):
             return dx, dw, None
 
     compiled = torch.compile(Loss.apply, backend="aot_eager")
-    hidden, weight = oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)
+    hidden, weight, _ = inputs.leaves()
     (compiled(hidden, weight, inputs.targets) * 2).backward()
     expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(2.0))
     assert oracle.relative_error(hidden.grad, expected.grads[0]) <= 1e-5
@@ -782,7 +768,7 @@ def test_c59_a_chunk_of_more_than_2_to_the_31_logits(kernel, device):
     """The same for the rows of one chunk: a workspace that holds all 16400 x 131200 exponentials."""
     inputs = oracle.make_inputs(device, torch.bfloat16, (16_400,), 131_200, 64, bias=False, ignored=0.0)
     assert oracle.plan_of(kernel, inputs, 1 << 36).chunk_rows * 131_200 > 2**31
-    leaves = [oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)]
+    leaves = inputs.leaves()[:2]
     loss = kernel.fused_linear_cross_entropy(*leaves, inputs.targets, reduction="sum", workspace=1 << 36)
     loss.backward()
     for rows in (slice(0, 256), slice(8000, 8256), slice(16_144, 16_400)):
@@ -795,7 +781,7 @@ def test_c59_a_chunk_of_more_than_2_to_the_31_logits(kernel, device):
 def test_c63_temporaries_of_the_weights_size(kernel, dev):
     """https://github.com/linkedin/Liger-Kernel/pull/1324: none beyond the accumulator, which fp32 gives back as dW."""
     inputs = oracle.make_inputs(dev, torch.float32, (256,), 8192, 256, bias=False, ignored=0.0)
-    leaves = [oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)]
+    leaves = inputs.leaves()[:2]
     workspace = oracle.smallest_workspace(kernel, inputs)
     while oracle.plan_of(kernel, inputs, workspace).gradients != "forward":
         workspace += workspace // 10
@@ -851,7 +837,7 @@ def test_c68_one_primitive_for_every_preference_loss(kernel, dev):
         sums = log_probs.sum(1)
         return -F.logsigmoid(0.1 * (sums[chosen] - sums[rejected])).mean()
 
-    hidden, weight = oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)
+    hidden, weight, _ = inputs.leaves()
     loss = preference_loss(kernel.fused_linear_log_probs(hidden, weight, inputs.targets).log_probs)
     loss.backward()
     twins = [t.detach().double().cpu().requires_grad_() for t in (hidden, weight)]
@@ -870,7 +856,7 @@ def test_c70_memory_is_the_users_choice(kernel, dev):
     expected = oracle.reference(*inputs.positional())
     peaks = []
     for workspace in (64 << 20, 4 << 20, 1 << 20):
-        leaves = [oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)]
+        leaves = inputs.leaves()[:2]
 
         def call(leaves=leaves, workspace=workspace):
             loss = kernel.fused_linear_cross_entropy(*leaves, inputs.targets, workspace=workspace)

@@ -1,6 +1,5 @@
 """What the public functions promise about their inputs: ignored, wrong, poisoned, frozen, strided, huge."""
 
-import contextlib
 import itertools
 import math
 
@@ -73,7 +72,7 @@ def test_nothing_to_learn_from_needs_no_fp32_weight(kernel, dev, tokens, reducti
     """The gradient of the (bf16) weight is there, and zero, but no fp32 (V, H) beside it."""
     inputs = oracle.make_inputs(dev, torch.bfloat16, (tokens,), 4096, 256, bias=False)
     targets = torch.full_like(inputs.targets, -100)
-    hidden, weight = oracle.as_leaf(inputs.hidden, True), oracle.as_leaf(inputs.weight, True)
+    hidden, weight, _ = inputs.leaves()
 
     def call():
         loss = kernel.fused_linear_cross_entropy(hidden, weight, targets, reduction=reduction)
@@ -125,25 +124,14 @@ def test_garbage_in_the_upstream_gradient_of_ignored_rows_reaches_nothing(kernel
     oracle.check_gradients(outcome, expected, 1e-5)
 
 
-@contextlib.contextmanager
-def projected_rows(kernel, monkeypatch, device, dtype=torch.float32):
-    """Counts the rows that the backend's forward gets."""
-    backends = submodule(kernel, "backends")
-    backend = backends.load(backends.choose(device, dtype == torch.float64))
-    rows, original = [], backend.forward
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "forward", lambda x, *a, **k: (rows.append(x.shape[0]), original(x, *a, **k))[1])
-        yield rows
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ignored_rows_are_never_projected(kernel, dev, monkeypatch, reduction):
     inputs = oracle.make_inputs(dev, ignored=0.9)
     valid = int((inputs.targets != -100).sum())
     assert 0 < valid < N / 4
-    with projected_rows(kernel, monkeypatch, dev) as rows:
-        oracle.run(kernel, inputs, reduction=reduction, return_metrics=True)
-    assert sum(rows) == valid
+    rows = oracle.count_rows(kernel, monkeypatch, dev, forward=0)
+    oracle.run(kernel, inputs, reduction=reduction, return_metrics=True)
+    assert rows == {"forward": valid}
 
 
 @pytest.mark.parametrize("bad", [-1, V, V + 1000, -101, 2**40, -(2**40)])
@@ -250,7 +238,7 @@ def test_autocasts_dtype_is_used(kernel, dev, autocast, dtypes, how):
     hidden, weight, bias = inputs.hidden.to(dtypes[0]), inputs.weight.to(dtypes[1]), inputs.bias
     inputs = oracle.Inputs(hidden, weight, inputs.targets, None if dtypes[2] is None else bias.to(dtypes[2]))
     workspace = oracle.workspace_for(kernel, how, inputs.to(dev, autocast))
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     with oracle.unchanged(*inputs.positional()):
         with torch.autocast(dev, dtype=autocast):
             loss, metrics = kernel.fused_linear_cross_entropy(
@@ -268,7 +256,7 @@ def test_autocasts_dtype_is_used(kernel, dev, autocast, dtypes, how):
 
 def test_autocast_of_the_log_probs(kernel, dev):
     inputs = oracle.make_inputs(dev)
-    upstream = {name: oracle.random((N,), dev, seed=k) for k, name in enumerate(oracle.DIFFERENTIABLE)}
+    upstream = oracle.random_upstream(oracle.DIFFERENTIABLE, (N,), dev)
     with torch.autocast(dev, dtype=torch.bfloat16):
         values, outcome = oracle.run_log_probs(kernel, inputs, outputs=oracle.PER_TOKEN, upstream=upstream)
     expected, gradients = oracle.reference_log_probs(*inputs.positional(), round_to=torch.bfloat16, upstream=upstream)
@@ -382,7 +370,7 @@ TWICE = [
 
 
 def connected(kernel, inputs, reduction, how, **options):
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     workspace = oracle.workspace_for(kernel, how, inputs, upstream=oracle.upstream_of(reduction))
     loss = kernel.fused_linear_cross_entropy(
         leaves[0], leaves[1], inputs.targets, leaves[2], reduction=reduction, workspace=workspace, **options
@@ -434,10 +422,10 @@ def test_gradients_accumulate(kernel, dev, reduction, how):
 
 def test_a_retained_graph_of_log_probs(kernel, dev):
     inputs = oracle.make_inputs(dev)
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     out = kernel.fused_linear_log_probs(leaves[0], leaves[1], inputs.targets, leaves[2], outputs=oracle.DIFFERENTIABLE)
     for names in (("log_probs",), ("entropy", "lse"), ("log_probs",), oracle.DIFFERENTIABLE):
-        upstream = {name: oracle.random((N,), dev, seed=k) for k, name in enumerate(names)}
+        upstream = oracle.random_upstream(names, (N,), dev)
         grads = torch.autograd.grad(
             [getattr(out, name) for name in names], leaves, list(upstream.values()), retain_graph=True
         )
@@ -503,7 +491,7 @@ def test_what_is_frozen_has_no_buffer(kernel, dev, reduction, frozen):
     big = 4096 * 256 * 4
 
     def call(needs):
-        leaves = [oracle.as_leaf(t, n) for t, n in zip((inputs.hidden, inputs.weight), needs)]
+        leaves = inputs.leaves(needs)
 
         def body():
             loss = kernel.fused_linear_cross_entropy(*leaves, inputs.targets, reduction=reduction)
@@ -617,8 +605,7 @@ def test_any_strides(kernel, dev, dtype, layout, reduction, how):
     inputs = oracle.Inputs(*(change(t) for t in plain.positional()))
     assert all(torch.equal(a, b) for a, b in zip(inputs.positional(), plain.positional()))
     assert layout == "misaligned" or not inputs.weight.is_contiguous()
-    scaled = reduction == "none"
-    workspace = oracle.workspace_for(kernel, how, inputs, upstream="token" if scaled else "scalar")
+    workspace = oracle.workspace_for(kernel, how, inputs, upstream=oracle.upstream_of(reduction))
     options = {
         "class_weight": change(oracle.random((V,), dev).abs()),
         "token_weight": change(oracle.random((3, 50), dev, seed=2)),
@@ -723,7 +710,7 @@ def test_more_than_2_to_the_31_hidden_states(kernel, device):
 def _check_large(kernel, inputs: oracle.Inputs, chunk: int, workspace) -> None:
     """Against fp32 logits on the same device, chunk by chunk: float64 would not fit into the time."""
     for reduction in ("sum", "none"):
-        leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight)]
+        leaves = inputs.leaves()[:2]
         loss = kernel.fused_linear_cross_entropy(*leaves, inputs.targets, reduction=reduction, workspace=workspace)
         loss.sum().backward()
         hidden, weight = leaves[0].grad, leaves[1].grad

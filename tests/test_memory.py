@@ -1,13 +1,14 @@
 """What a call allocates: never the logits, nothing for gradients that are not wanted, and no more than `workspace`."""
 
 import gc
+import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from .conftest import submodule
+from .oracle import memory_changes
 
 MIB = 1 << 20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,21 +26,13 @@ class Allocations(NamedTuple):
 
 
 def allocations(function) -> Allocations:
-    """Every allocation of torch's CPU allocator during a call, those inside operators too, as the profiler sees it."""
     gc.disable()  # what a collection would free is not the function's
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            result = function()
+        changes = memory_changes(function)
     finally:
         gc.enable()
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    held = peak = 0
-    for change in changes:
-        held += change
-        peak = max(peak, held)
-    del result
-    return Allocations([c for c in changes if c > 0], peak, held)
+    held = list(itertools.accumulate(changes, initial=0))
+    return Allocations([c for c in changes if c > 0], max(held), held[-1])
 
 
 class Run(NamedTuple):

@@ -131,7 +131,7 @@ def test_loss_and_gradients(kernel, device, examples):
     def holds(data):
         inputs, options = data.draw(problems(device), label="problem")
         dtype = inputs.hidden.dtype
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = oracle.value_dtype(dtype)
         vocab, lead = inputs.weight.shape[0], tuple(inputs.targets.shape)
         options["reduction"] = data.draw(st.sampled_from(["mean", "sum", "none"]))
         if options["reduction"] == "mean":
@@ -160,10 +160,7 @@ def test_loss_and_gradients(kernel, device, examples):
             }[g]
         elif g is not None:
             g = torch.tensor(g, device=device, dtype=exact)
-        how = {
-            "upstream": "token" if options["reduction"] == "none" else "scalar",
-            "row_scaled": not (options.get("label_smoothing") and options["softcap"]),
-        }
+        how = {"upstream": oracle.upstream_of(options["reduction"]), "row_scaled": oracle.row_scaled(options)}
         options["workspace"] = data.draw(workspaces(kernel, inputs, needs, **how), label="workspace")
         hypothesis.note(f"sizes {inputs.sizes}, {dtype}; {options}; needs {needs}; upstream {g}")
         if any(needs):
@@ -183,7 +180,7 @@ def test_log_probs_with_an_upstream_gradient_for_every_output(kernel, device, ex
     def holds(data):
         inputs, options = data.draw(problems(device), label="problem")
         dtype = inputs.hidden.dtype
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = oracle.value_dtype(dtype)
         names = [
             n for n in oracle.PER_TOKEN if n != "mean_logits" or not masks(inputs) or options["softcap"] is not None
         ]

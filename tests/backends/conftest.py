@@ -4,6 +4,13 @@ import pytest
 import torch
 
 from ..conftest import submodule
+from .reference import Where
+
+# The interpreter's arithmetic is numpy's, which warns of the NaN and inf that these tests provoke.
+INTERPRETER = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:numpy"),
+]
 
 
 @pytest.fixture
@@ -14,6 +21,24 @@ def base(kernel):
 @pytest.fixture
 def coefficients_type(kernel):
     return submodule(kernel, "loss").Coefficients
+
+
+@pytest.fixture
+def forced(kernel, monkeypatch):
+    """The public functions with the Triton backend, whatever the device."""
+    backends = submodule(kernel, "backends")
+    monkeypatch.setattr(backends, "choose", lambda device, float64: "eager" if float64 else "triton")
+    return kernel
+
+
+@pytest.fixture(params=[pytest.param("interpreter", marks=INTERPRETER), pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request, device, interpreted_bf16) -> Where:
+    """The Triton backend's kernels under Triton's interpreter, or compiled for the GPU."""
+    if request.param == "gpu":
+        return Where(device, 261, 1031, 72)
+    if device != "cpu":
+        pytest.skip("this machine has a GPU, so Triton compiles the kernels for it")
+    return Where("cpu", 19, 150, 24)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-FP64 = torch.float64
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EXACT = {"rtol": 1e-5, "atol": 2e-5}  # of fp32 arithmetic on logits of magnitude 10
 
 
@@ -64,6 +64,46 @@ def make_chunk(
     )
 
 
+class Where(NamedTuple):
+    """Where a test of the Triton backend runs, and at what size."""
+
+    device: str
+    rows: int
+    vocab: int  # beyond the classes that the reference is made from, and not a whole number of tiles
+    width: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def chunk(self, dtype=FP32, **options) -> Chunk:
+        return make_chunk(self.rows, self.vocab, self.width, dtype=dtype, device=self.device, **options)
+
+    def exps(self, dtype=FP32, rows=None, vocab=None) -> torch.Tensor:
+        """E's buffer as passes.py makes it: rows of whole 64 elements."""
+        vocab = vocab or self.vocab
+        kind = FP32 if dtype == FP32 else BF16
+        return torch.empty(rows or self.rows, -(-vocab // 64) * 64, dtype=kind, device=self.device)[:, :vocab]
+
+
+def overflowing(where: Where, dtype, rows, above=100.0) -> Chunk:
+    """A chunk in which a late class of some rows lies `above` nats over the reference's classes and the target.
+
+    A row direction that no weight but that class's has: the row's other logits stay as they were.
+    """
+    chunk = where.chunk(dtype)
+    late = where.vocab - 3
+    chunk.weight[:, 0] = 0.0
+    chunk.weight[late] = 0.0
+    chunk.weight[late, 0] = 16.0
+    chunk.x[:, 0] = 0.0
+    chunk.targets[chunk.targets == late] = 0
+    others = chunk.z.max(1).values
+    for row in rows:
+        chunk.x[row, 0] = ((above + others[row]) / 16).to(dtype)
+    return chunk
+
+
 def statistics(z, targets, class_weight=None) -> dict:
     """The fields of backends.base.Stats that do not depend on a backend's choices. p log p is 0 where p is."""
     m = z.max(1).values
@@ -95,12 +135,6 @@ def dlogits(chunk: Chunk, a, b, t, d) -> torch.Tensor:
     if d is not None:
         value = value + d * (1.0 if chunk.class_weight is None else chunk.class_weight.to(FP64))
     return value * chunk.chi
-
-
-def relative_error(actual, expected) -> float:
-    """Frobenius norm of the difference over that of `expected`."""
-    expected = expected.to(FP64)
-    return ((actual.to(FP64) - expected).norm() / expected.norm()).item()
 
 
 def run_forward(backend, base, chunk: Chunk, wants, exps=None):

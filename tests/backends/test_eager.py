@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ..conftest import submodule
+from ..oracle import relative_error
 from . import reference
-from .reference import FP64, check_forward, make_chunk, relative_error, run_forward
+from .reference import BF16, FP16, FP32, FP64, check_forward, make_chunk, run_forward
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, VOCAB, WIDTH = 23, 53, 11
 ALL = (True, True, True, True)
 

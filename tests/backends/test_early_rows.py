@@ -1,5 +1,5 @@
 """The first rows' forward is launched before the rows are counted (Problem.early_rows): the same results, whatever the
-count turns out to be. On a GPU: test_triton.py. Here the selection on the device is forced in the interpreter."""
+count turns out to be. On a GPU: test_triton_gpu.py. Here the selection on the device is forced in the interpreter."""
 
 import pytest
 import torch

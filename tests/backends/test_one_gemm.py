@@ -85,7 +85,7 @@ def test_under_autocast_the_gemm_writes_the_fp32_gradient(kernel, where, gemms, 
     problem = submodule(kernel, "passes").Problem
     original = problem.new_accumulator
     monkeypatch.setattr(problem, "new_accumulator", lambda self, *s: (made.append(s), original(self, *s))[1])
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     with torch.autocast(where[0], BF16):
         loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2])
     grads = torch.autograd.grad(loss, leaves)
@@ -123,7 +123,7 @@ def test_rows_are_selected_once(kernel, where, monkeypatch, ignored):
 
 def test_every_backward_of_a_graph_has_its_own_upstream(kernel, where):
     inputs, _ = make(where)
-    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    leaves = inputs.leaves()
     loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2])
     for scale in (1.0, -3.0, 0.0, 1.0):
         g = torch.full_like(loss, scale)
