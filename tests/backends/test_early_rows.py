@@ -6,8 +6,10 @@ import torch
 
 from .. import oracle
 from ..conftest import submodule
+from .conftest import INTERPRETER
 
 pytest.importorskip("triton")
+pytestmark = INTERPRETER
 
 TOKENS, VOCAB, WIDTH = 48, 90, 24
 EARLY = 8  # of a quarter, 12, the whole tiles of 8
@@ -22,11 +24,10 @@ WAYS = {
 
 
 @pytest.fixture
-def launched(kernel, device, interpreted_bf16, monkeypatch) -> list:
+def launched(forced, kernel, device, interpreted_bf16, monkeypatch) -> list:
     """Rows and stored of every forward launch, in order; "counted" where the host waits."""
     if device != "cpu":
         pytest.skip("this machine has a GPU, so Triton compiles the kernels for it")
-    monkeypatch.setattr(submodule(kernel, "backends"), "choose", lambda d, float64: "eager" if float64 else "triton")
     monkeypatch.setattr(submodule(kernel, "plan"), "LEAST_UNSPLIT", 0)
     passes, backend = submodule(kernel, "passes"), submodule(kernel, "backends.triton")
     monkeypatch.setattr(passes, "_selects_on_device", lambda plan, targets: True)

@@ -5,6 +5,7 @@ import torch
 
 from .. import oracle
 from ..conftest import submodule
+from .conftest import INTERPRETER
 
 pytest.importorskip("triton")
 
@@ -20,7 +21,7 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("interpreter", marks=INTERPRETER), pytest.param("gpu", marks=pytest.mark.gpu)])
 def where(request, device, interpreted_bf16, kernel, monkeypatch) -> tuple:
     """(device, N, V, H). In the interpreter the backend and this way are forced on shapes that it can run."""
     if request.param == "gpu":
