@@ -178,6 +178,16 @@ class TestTorchBackend:
         assert run.at_least(MIB) == [size]  # the gradient itself
         assert problem.weight.grad.count_nonzero() == 0
 
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_a_plain_backward_hands_over_what_the_forward_made(self, kernel, reduction):
+        """loss.backward() multiplies by 1: in fp32 there is nothing to copy."""
+        problem = Problem(kernel, 512, 8192, 64)
+        run = problem.run(reduction=reduction, upstream=1.0)
+        assert run.forward.at_least(problem.vocab_by_width)
+        assert not run.backward.at_least(problem.tokens_by_width)
+        scaled = problem.run(reduction=reduction, upstream=0.5)
+        assert scaled.backward.at_least(problem.vocab_by_width), "this measures nothing"
+
     def test_memory_follows_the_tokens_that_count(self, kernel):
         sparse = Problem(kernel, 4096, 8192, 64, ignored=4032).run()
         dense = Problem(kernel, 64, 8192, 64).run()

@@ -45,24 +45,24 @@ class TestOpcheck:
     """torch.library.opcheck: schema, mutation, fake tensors, autograd, AOT dispatch with dynamic shapes."""
 
     WEIGHTS = (torch.linspace(0.1, 2, VOCAB), torch.linspace(0, 1, N))
-    # class and token weights?, scale, softcap, smoothing, z, metrics, needs, workspace
+    # class and token weights?, num_items, scale, softcap, smoothing, z, metrics, mean?, needs, workspace
     LOSSES = [
-        (False, 1.0, None, 0.0, 0.0, False, (True, True, False), None),
-        (True, 0.7, None, 0.1, 0.01, True, (True, True, True), None),
-        (True, 0.7, 5.0, 0.0, 0.01, True, (False, True, True), 9000),
-        (False, 1.0, 5.0, 0.0, 0.0, False, (True, False, False), None),
+        (False, None, 1.0, None, 0.0, 0.0, False, True, (True, True, False), None),
+        (True, None, 0.7, None, 0.1, 0.01, True, True, (True, True, True), None),
+        (True, torch.tensor(31), 0.7, 5.0, 0.0, 0.01, True, True, (False, True, True), 9000),
+        (False, None, 1.0, 5.0, 0.0, 0.0, False, False, (True, False, False), None),
     ]
 
     @pytest.mark.parametrize("options", LOSSES, ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_loss_forward(self, ops, options, dtype):
-        weighted, scale, softcap, smoothing, z_loss, metrics, needs, workspace = options
+        weighted, num_items, scale, softcap, smoothing, z_loss, metrics, mean, needs, workspace = options
         hidden, weight, bias, targets = inputs(dtype=dtype)
         hidden, weight, bias = (t if need else t.detach() for t, need in zip((hidden, weight, bias), needs))
         weights = self.WEIGHTS if weighted else (None, None)
         torch.library.opcheck(ops.loss_forward, (
-            hidden, weight, targets, bias if weighted else None, *weights, -100, scale, softcap, smoothing, z_loss,
-            metrics, dtype, *needs[:2], needs[2] and weighted, workspace, weighted,
+            hidden, weight, targets, bias if weighted else None, *weights, num_items, -100, scale, softcap, smoothing,
+            z_loss, metrics, mean, dtype, *needs[:2], needs[2] and weighted, workspace, weighted,
         ))  # fmt: skip
 
     @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float16)], ids=str)

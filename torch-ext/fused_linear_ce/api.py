@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import ops, validation
 from .backends.base import accumulation_dtype
-from .loss import LossOptions, token_loss, token_loss_upstream
+from .loss import LossOptions, mean_divisor, token_loss, token_loss_upstream
 from .plan import Needs
 
 
@@ -110,11 +110,13 @@ def _gradients_in_forward(c: _Checked, loss: _Loss, needs: Needs, reduction: str
     return call.gradients_in_forward(c.hidden.shape[0], constant=loss.label_smoothing > 0)
 
 
-def _loss_forward(c: _Checked, loss: _Loss, needs: Needs):
+def _loss_forward(c: _Checked, loss: _Loss, needs: Needs, mean: bool, num_items):
+    if num_items is not None and not isinstance(num_items, Tensor):
+        num_items = torch.tensor(num_items, dtype=accumulation_dtype(c.compute_dtype), device="cpu") if mean else None
     return ops.call(
-        ops.loss_forward, c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, c.ignore_index,
-        c.logit_scale, c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, c.compute_dtype, *needs,
-        c.workspace, torch.compiler.is_compiling(),
+        ops.loss_forward, c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, num_items,
+        c.ignore_index, c.logit_scale, c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, mean,
+        c.compute_dtype, *needs, c.workspace, torch.compiler.is_compiling(),
     )  # fmt: skip
 
 
@@ -148,17 +150,6 @@ def _row_weights(c: _Checked, loss: _Loss) -> tuple[Optional[Tensor], Optional[T
 
 def _token_losses(c: _Checked, loss: _Loss, out) -> Tensor:
     return token_loss(out[0], out[2], out[3], *_row_weights(c, loss), loss.options(c))
-
-
-def _divisor(num_items, count: Tensor, class_weight_sum: Optional[Tensor], dtype: torch.dtype):
-    """What "mean" divides by; 1 where there is nothing to divide, so that the loss of no token is a connected 0."""
-    if num_items is None:
-        if class_weight_sum is None:
-            return count.clamp(min=1)
-        return torch.where(class_weight_sum == 0, 1.0, class_weight_sum)
-    if isinstance(num_items, Tensor):
-        return torch.where(count == 0, 1.0, num_items.reshape(()).to(dtype))
-    return num_items if num_items != 0 else (count == 0).to(dtype)
 
 
 def fused_linear_cross_entropy(
@@ -232,8 +223,13 @@ def fused_linear_cross_entropy(
 
 def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
     """(loss, metrics, what the backward of the raw pair needs)."""
+    divide = reduction == "mean"
     if _gradients_in_forward(c, loss, needs, reduction):
-        total, weight_sum, count, correct, entropy, nll, *gradients = _loss_forward(c, loss, needs)
+        # The gradients are those of the mean itself, whose upstream is 1 where nothing follows. A compiled graph
+        # divides outside: there a number in num_items may change from call to call.
+        inside = divide and not torch.compiler.is_compiling()
+        divide = divide and not inside
+        total, weight_sum, count, correct, entropy, nll, *gradients = _loss_forward(c, loss, needs, inside, num_items)
         saved = tuple(gradients)
     else:
         out = _loss_token_forward(c, loss, needs)
@@ -257,8 +253,8 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
             "nll_sum": nll,
         }
     divisor = None
-    if reduction == "mean":
-        divisor = _divisor(num_items, count, None if loss.class_weight is None else weight_sum, total.dtype)
+    if divide:
+        divisor = mean_divisor(num_items, count, None if loss.class_weight is None else weight_sum, total.dtype)
         total = total / divisor
     return total, metrics, (divisor, saved)
 

@@ -63,6 +63,18 @@ def token_loss(log_prob, lse, sum_log_probs, target_weight, token_weight, option
     return loss if token_weight is None else loss * token_weight
 
 
+def mean_divisor(num_items, count: torch.Tensor, class_weight_sum: Optional[torch.Tensor], dtype: torch.dtype):
+    """What "mean" divides by: num_items, the sum of w_y, or the number of tokens that count. 1 where there is nothing
+    to divide, so that the loss of no token is a connected 0."""
+    if num_items is None:
+        if class_weight_sum is None:
+            return count.clamp(min=1)
+        return torch.where(class_weight_sum == 0, 1.0, class_weight_sum)
+    if isinstance(num_items, torch.Tensor):
+        return torch.where(count == 0, 1.0, num_items.reshape(()).to(dtype))
+    return num_items if num_items != 0 else (count == 0).to(dtype)
+
+
 def token_loss_upstream(grad, lse, target_weight, token_weight, options: LossOptions) -> Upstream:
     """Derivatives of sum_i grad_i * token_loss_i; grad is per token."""
     if token_weight is not None:

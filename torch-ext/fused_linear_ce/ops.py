@@ -1,6 +1,6 @@
 """The torch.library operators: what torch.compile, autograd and CUDA graphs see of the package.
 
-    loss_forward    summed loss, metrics, and the gradients of the sum in the accumulation dtype
+    loss_forward    summed or mean loss, metrics, and the loss's gradients in the accumulation dtype
     loss_backward   those gradients times the upstream scalar, rounded once to the parameters' dtypes
     token_forward   per-token statistics (log-probability, entropy, log-sum-exp, ...) and the kept exponentials
     token_backward  gradients for per-token upstream gradients
@@ -44,12 +44,14 @@ def _loss_forward(
     bias: Optional[Tensor],
     class_weight: Optional[Tensor],
     token_weight: Optional[Tensor],
+    num_items: Optional[Tensor],
     ignore_index: int,
     logit_scale: float,
     softcap: Optional[float],
     label_smoothing: float,
     z_loss: float,
     metrics: bool,
+    mean: bool,
     compute_dtype: torch.dtype,
     needs_hidden: bool,
     needs_weight: bool,
@@ -64,7 +66,7 @@ def _loss_forward(
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, in_forward=True)
-        return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, metrics, dense))
+        return tuple(passes.loss_and_gradients(problem, needs, options, token_weight, num_items, metrics, mean, dense))
 
 
 loss_forward = torch.library.custom_op(add_op_namespace_prefix("loss_forward"), _loss_forward, mutates_args=())
@@ -72,8 +74,9 @@ loss_forward = torch.library.custom_op(add_op_namespace_prefix("loss_forward"), 
 
 @loss_forward.register_fake
 def _(
-    hidden, weight, targets, bias, class_weight, token_weight, ignore_index, logit_scale, softcap, label_smoothing,
-    z_loss, metrics, compute_dtype, needs_hidden, needs_weight, needs_bias, workspace, dense=True,
+    hidden, weight, targets, bias, class_weight, token_weight, num_items, ignore_index, logit_scale, softcap,
+    label_smoothing, z_loss, metrics, mean, compute_dtype, needs_hidden, needs_weight, needs_bias, workspace,
+    dense=True,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
 
@@ -130,7 +133,7 @@ def _(grad, grad_hidden, grad_weight, grad_bias, hidden, weight, bias):
 
 def _loss_setup(ctx, inputs, output) -> None:
     hidden, weight, _, bias = inputs[:4]
-    ctx.needs = inputs[13:16]
+    ctx.needs = inputs[15:18]
     ctx.save_for_backward(*output[6:], hidden, weight, bias)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -167,13 +170,13 @@ def _nothing_to_scale(grad: Tensor, saved: tuple, dtypes: tuple) -> bool:
 def _loss_gradients(ctx, grad, scaled) -> tuple:
     """The backward of loss_forward; `scaled` is loss_backward, or what it runs."""
     if grad is None:
-        return (None,) * 18
+        return (None,) * 20
     tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
     saved, parameters = tensors[:3], tensors[3:]
     if not _nothing_to_scale(grad, saved, _gradient_dtypes(*parameters)):
         saved = scaled(grad, *saved, *parameters)
     dx, dw, db = (s if n else None for s, n in zip(saved, ctx.needs))
-    return (dx, dw, None, db, *(None,) * 14)
+    return (dx, dw, None, db, *(None,) * 16)
 
 
 def _loss_autograd(ctx, grad, *_):

@@ -22,6 +22,7 @@ from .loss import (
     LossOptions,
     Upstream,
     coefficients,
+    mean_divisor,
     target_dlogit,
     token_loss,
     token_loss_upstream,
@@ -302,9 +303,9 @@ def _live_coefficients(live: Optional[torch.Tensor], c: Coefficients) -> Coeffic
 
 
 class LossResult(NamedTuple):
-    """Sums over the rows that count; gradients of loss_sum in the accumulation dtype, 0-element where not wanted."""
+    """Over the rows that count; gradients of the loss in the accumulation dtype, 0-element where not wanted."""
 
-    loss_sum: torch.Tensor
+    loss: torch.Tensor  # summed, or the mean
     weight_sum: torch.Tensor  # sum of class_weight[target], or the number of rows
     num_valid: torch.Tensor  # int64
     num_correct: torch.Tensor  # int64
@@ -324,10 +325,12 @@ def loss_and_gradients(
     needs: Needs,
     options: LossOptions,
     token_weight: Optional[torch.Tensor],
+    num_items: Optional[torch.Tensor],
     metrics: bool,
+    mean: bool,
     dense: bool,
 ) -> LossResult:
-    """The summed loss and its gradients in one pass over the tokens (3 G).
+    """The summed or mean loss and its gradients in one pass over the tokens (3 G).
 
     dense: a compiled graph expects contiguous outputs; else the (V, H) zeros of a batch without valid tokens are made
     only in the backward, in the weight's dtype.
@@ -356,13 +359,17 @@ def loss_and_gradients(
         output(needs.bias, vocab, zero=True),
     )
     weight_sum = p.head.class_weight_sum() if wants.sum_log_probs else None
-    ones = torch.ones(len(rows), dtype=acc, device=p.hidden.device)
+    count = _count(rows, p.hidden.device)
+    total_weight = count.to(acc) if target_weight is None else _live_sum(rows, target_weight)
+    divisor = mean_divisor(num_items, count, None if target_weight is None else total_weight, acc) if mean else 1
+    upstream_of_rows = (torch.ones((), dtype=acc, device=p.hidden.device) / divisor).expand(len(rows))
 
     def row_coefficients(lse: Optional[torch.Tensor], start: int, stop: int) -> Coefficients:
-        one, *weights = (None if v is None else v[start:stop] for v in (ones, target_weight, token_weight))
-        upstream = token_loss_upstream(one, lse, *weights, options)
+        parts = (upstream_of_rows, target_weight, token_weight)
+        grad, *weights = (None if v is None else v[start:stop] for v in parts)
+        upstream = token_loss_upstream(grad, lse, *weights, options)
         live = None if rows.live is None else rows.live[start:stop]
-        return _live_coefficients(live, coefficients(upstream, weight_sum, one))
+        return _live_coefficients(live, coefficients(upstream, weight_sum, grad))
 
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     for start, stop in p.chunks():
@@ -378,11 +385,10 @@ def loss_and_gradients(
     lse = stats.lse if options.z_loss else None
     losses = token_loss(log_prob, lse, stats.sum_log_probs, target_weight, token_weight, options)
     sink.finish_constant()
-    count = _count(rows, p.hidden.device)
     zero = torch.zeros((), dtype=acc, device=p.hidden.device)
     return LossResult(
-        _live_sum(rows, losses),
-        count.to(acc) if target_weight is None else _live_sum(rows, target_weight),
+        _live_sum(rows, losses) / divisor,
+        total_weight,
         count,
         _live_sum(rows, stats.is_top1) if metrics else torch.zeros_like(count),
         _live_sum(rows, stats.entropy) if metrics else zero,
