@@ -299,7 +299,12 @@ def test_i19_dtype_that_the_kernel_computes_in(monkeypatch, dtype, autocast, gem
     passes = importlib.import_module(f"{kernel.load_kernel().__name__}.passes")
     seen = []
     problem = passes.Problem
-    monkeypatch.setattr(passes, "Problem", lambda *args: seen.append(args[1].compute_dtype) or problem(*args))
+
+    def logged(hidden, head, *rest, **options):
+        seen.append(head.compute_dtype)
+        return problem(hidden, head, *rest, **options)
+
+    monkeypatch.setattr(passes, "Problem", logged)
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         loss = model(**batch()).loss
     loss.backward()
