@@ -178,6 +178,21 @@ class TestTorchBackend:
         assert run.at_least(MIB) == [size]  # the gradient itself
         assert problem.weight.grad.count_nonzero() == 0
 
+    @pytest.mark.parametrize(
+        "n, vocab, width", [(4096, 1000, 256), (3000, 4000, 512), (2000, 500, 2000), (1000, 300, 4000)]
+    )
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_wide_hidden_states_stay_within_the_plan(self, kernel, n, vocab, width, dtype, reduction):
+        """The copies of x and the dX of a chunk count, beside logits that are not much larger."""
+        upstream = "token" if reduction == "none" else "scalar"
+        options = dict(device_type="cpu", needs=(True, True, False), upstream=upstream)
+        workspace = kernel.plan(n, vocab, width, dtype, **options).workspace_bytes
+        for ignored in (0, n // 4):
+            problem = Problem(kernel, n, vocab, width, dtype, ignored=ignored)
+            run = problem.run(reduction=reduction, workspace=workspace)
+            assert run.extra <= workspace + 24 * n * 8 + 8 * (1 << 16)
+
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
     def test_a_plain_backward_hands_over_what_the_forward_made(self, kernel, reduction):
         """loss.backward() multiplies by 1: in fp32 there is nothing to copy."""

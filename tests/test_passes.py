@@ -16,7 +16,7 @@ def passes(kernel):
 @pytest.fixture
 def capturing(passes, monkeypatch):
     """Rows are masked instead of dropped, as while a CUDA graph is captured."""
-    monkeypatch.setattr(passes, "_capturing", lambda tensor: True)
+    monkeypatch.setattr(passes, "capturing", lambda tensor: True)
 
 
 def inputs(dtype=torch.float32, ignored=(0, 4, 5, 36)):
@@ -58,8 +58,8 @@ class TestSelectRows:
         with pytest.raises(IndexError, match=rf"{bad} at flat position 2\b"):
             passes.select_rows(torch.tensor([0, -100, bad]), -100, 5)
 
-    def test_masks_while_capturing(self, passes, capturing):
-        rows = passes.select_rows(torch.tensor([1, -100, 4]), -100, 5)
+    def test_masks_while_capturing(self, passes):
+        rows = passes.select_rows(torch.tensor([1, -100, 4]), -100, 5, masked=True)
         assert rows.index is None
         assert rows.live.tolist() == [True, False, True]
         assert len(rows) == 3
@@ -166,7 +166,7 @@ class TestMaskedRows:
     @pytest.mark.parametrize("ignored", [(0, 4, 5, 36), (), tuple(range(N))], ids=["some", "none", "all"])
     def test_loss(self, kernel, passes, monkeypatch, call, ignored):
         expected = self.run(kernel, call, ignored)
-        monkeypatch.setattr(passes, "_capturing", lambda tensor: True)
+        monkeypatch.setattr(passes, "capturing", lambda tensor: True)
         masked = self.run(kernel, call, ignored)
         torch.testing.assert_close(masked, expected, rtol=1e-5, atol=1e-6)
         for gradient in masked[2:]:
@@ -189,7 +189,7 @@ class TestMaskedRows:
             return tuple(o.detach() for o in out if o is not None), hidden.grad, weight.grad, bias.grad
 
         expected = run()
-        monkeypatch.setattr(passes, "_capturing", lambda tensor: True)
+        monkeypatch.setattr(passes, "capturing", lambda tensor: True)
         torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-6)
 
     def test_the_number_of_tokens_counts_the_live_rows(self, kernel, capturing):

@@ -58,6 +58,15 @@ class TestWhichWay:
             "no token": "forward",
         }  # fmt: skip
 
+    def test_few_tokens_never_pay_for_more_workspace(self, module, plan):
+        """Where a few rows more would fit than there are tokens."""
+        pytest.importorskip("triton")
+        _, v, h = QWEN
+        call = module.Call(v, h, BF16, BF16, BF16, "cuda", module.Needs(True, True, False), True, 1 << 30)
+        for n in (1, 16, 20, 31, 32, 40):
+            costs = [plan(n, v, h, workspace=call.acc_weight + rows * call.row).flop_g for rows in range(1, 80)]
+            assert costs == sorted(costs, reverse=True) and costs[-1] == 3.0
+
     @pytest.mark.parametrize("n, h", [(128, 1024), (2048, 1024), (4096, 1024), (2048, 4096), (8192, 4096)])
     def test_keeping_them_takes_no_more_than_the_accumulator_would(self, module, n, h):
         pytest.importorskip("triton")

@@ -135,6 +135,65 @@ def test_every_backward_of_a_graph_has_its_own_upstream(kernel, where):
             grad.fill_(torch.nan)
 
 
+@pytest.mark.parametrize("captured", ["forward", "backward", "both"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_backward_knows_the_rows_of_its_forward(kernel, where, monkeypatch, captured, reduction):
+    """Captured into a CUDA graph or not, rows are where the forward put them."""
+    passes = submodule(kernel, "passes")
+    inputs, _ = make(where)
+    leaves = [oracle.as_leaf(t, True) for t in (inputs.hidden, inputs.weight, inputs.bias)]
+    g = oracle.random((where[1],), where[0]) if reduction == "none" else torch.tensor(-1.5, device=where[0])
+    monkeypatch.setattr(passes, "capturing", lambda t: captured != "backward")
+    loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], reduction=reduction)
+    monkeypatch.setattr(passes, "capturing", lambda t: captured != "forward")
+    grads = torch.autograd.grad(loss, leaves, g)
+    expected = oracle.reference(*inputs.positional(), reduction=reduction, upstream=g).grads
+    for grad, want in zip(grads, expected):
+        assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
+
+
+@pytest.mark.parametrize("captured", ["forward", "backward", "both"])
+def test_a_raw_backward_knows_the_rows_of_its_forward_or_raises(kernel, where, monkeypatch, captured):
+    passes = submodule(kernel, "passes")
+    inputs, _ = make(where)
+    monkeypatch.setattr(passes, "capturing", lambda t: captured != "backward")
+    loss, _, saved = kernel.fused_linear_cross_entropy_forward(*inputs.positional())
+    monkeypatch.setattr(passes, "capturing", lambda t: captured != "forward")
+    backward = lambda: kernel.fused_linear_cross_entropy_backward(  # noqa: E731
+        torch.full_like(loss, 2.0), saved, *inputs.positional()
+    )
+    if captured == "backward":  # a capture can't wait for the number of rows
+        with pytest.raises(RuntimeError, match="capture both"):
+            backward()
+        return
+    expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(2.0)).grads
+    for grad, want in zip(backward(), expected):
+        assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
+
+
+@pytest.mark.parametrize("names", [None, ("log_probs", "entropy")])
+def test_a_raw_backward_computes_in_the_dtype_of_its_forward(kernel, where, names):
+    """Autocast is on in the forward alone, as around a torch.autograd.Function."""
+    inputs, _ = make(where, FP32)
+    rounded = inputs.replace(**{n: getattr(inputs, n).to(BF16) for n in ("hidden", "weight", "bias")})
+    with torch.autocast(where[0], BF16):
+        if names is None:
+            loss, _, saved = kernel.fused_linear_cross_entropy_forward(*inputs.positional())
+        else:
+            _, saved = kernel.fused_linear_log_probs_forward(*inputs.positional(), outputs=names)
+    if names is None:
+        grads = kernel.fused_linear_cross_entropy_backward(torch.ones_like(loss), saved, *inputs.positional())
+        expected = oracle.reference(*rounded.positional()).grads
+    else:
+        upstream = {n: oracle.random((where[1],), where[0], seed=k) for k, n in enumerate(names)}
+        grads = kernel.fused_linear_log_probs_backward(
+            kernel.LogProbs(**upstream), saved, *inputs.positional(), outputs=names
+        )
+        expected = oracle.reference_log_probs(*rounded.positional(), upstream=upstream)[1].grads
+    for grad, want in zip(grads, expected):
+        assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
+
+
 @pytest.mark.parametrize("compiled", ["forward", "backward", "neither"])
 def test_a_raw_backward_takes_what_its_forward_saved(kernel, where, monkeypatch, compiled):
     """Compiled or not: a compiled forward makes the gradients, as its graph is not to be specialised on N."""

@@ -250,7 +250,7 @@ class TestPublicFunctions:
         results = []
         passes = submodule(forced, "passes")
         for capturing in (False, True):
-            monkeypatch.setattr(passes, "_capturing", lambda tensor, value=capturing: value)
+            monkeypatch.setattr(passes, "capturing", lambda tensor, value=capturing: value)
             chunk = where.chunk(dtype, bias=True)
             targets = chunk.targets.clone()
             targets[[2, 3, 11]] = -100

@@ -48,22 +48,32 @@ class _Checked(NamedTuple):
         return self.targets != self.ignore_index
 
 
-def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace) -> _Checked:
+def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace, how=None) -> _Checked:
+    """how: of a raw backward, _how of its forward; whether autocast is on then does not matter."""
     validation.check_tensors(hidden, weight, targets, bias)
     validation.check_ignore_index(ignore_index)
     validation.check_workspace(workspace)
     logit_scale, softcap = validation.check_logit_transform(logit_scale, softcap)
-    compute_dtype = hidden.dtype
-    # As for torch.nn.functional.linear: autocast casts everything but float64.
-    floats = (hidden, weight) if bias is None else (hidden, weight, bias)
-    autocast = torch.is_autocast_enabled(hidden.device.type) and all(t.dtype != torch.float64 for t in floats)
-    if autocast:
-        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
-    validation.check_compute_dtypes(hidden, weight, bias, autocast)
+    if how is None:
+        compute_dtype = hidden.dtype
+        # As for torch.nn.functional.linear: autocast casts everything but float64.
+        floats = (hidden, weight) if bias is None else (hidden, weight, bias)
+        autocast = torch.is_autocast_enabled(hidden.device.type) and all(t.dtype != torch.float64 for t in floats)
+        if autocast:
+            compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+        validation.check_compute_dtypes(hidden, weight, bias, autocast)
+    else:
+        compute_dtype = how.dtype
     return _Checked(
         hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1).to(torch.int64), bias, ignore_index,
         logit_scale, softcap, compute_dtype, targets.shape, workspace,
     )  # fmt: skip
+
+
+def _how(c: _Checked) -> Tensor:
+    """How a raw forward ran, for its backward, in a tensor whose values mean nothing: the dtype that it computed in,
+    and one element if its rows were masked (passes.capturing), else none."""
+    return c.hidden.new_empty(int(ops.is_capturing(c.targets)), dtype=c.compute_dtype)
 
 
 def _asked(needs_grad: tuple, bias: Optional[Tensor]) -> Needs:
@@ -362,7 +372,7 @@ def fused_linear_cross_entropy_forward(
         divisor = 1.0
     if not isinstance(divisor, Tensor):
         divisor = torch.full((), float(divisor), dtype=value.dtype, device=value.device)
-    return value, metrics, (divisor, *saved)
+    return value, metrics, (_how(c), divisor, *saved)
 
 
 def fused_linear_cross_entropy_backward(
@@ -389,17 +399,17 @@ def fused_linear_cross_entropy_backward(
     Args:
         grad_loss: upstream gradient: 0-d, or of targets' shape for reduction "none".
         saved: what the forward returned; it is not changed.
-        The others: the very arguments of the forward. Where ``plan(...).gradients`` is "forward" the values of hidden
-        and weight are not read again.
+        The others: the very arguments of the forward; whether autocast is on does not matter. Where
+            ``plan(...).gradients`` is "forward" the values of hidden and weight are not read again.
 
     Returns:
         (grad_hidden, grad_weight, grad_bias) in the dtypes of their tensors; None where needs_grad says so.
     """
-    c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
+    how, divisor, *saved = saved
+    c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace, how)
     loss = _check_loss(hidden, weight, targets, label_smoothing, z_loss, class_weight, token_weight, False)
     needs = _asked(needs_grad, bias)
     validation.check_upstream("grad_loss", grad_loss, targets.shape if reduction == "none" else torch.Size())
-    divisor, *saved = saved
     with torch.no_grad():
         grad = grad_loss / divisor
         if len(saved) == len(needs):  # the gradients themselves: what the forward did, compiled perhaps as this is not
@@ -408,7 +418,7 @@ def fused_linear_cross_entropy_backward(
             grad = grad.reshape(-1).expand(c.hidden.shape[0])
             lse = saved[1] + saved[2]  # max + log_sum
             u = token_loss_upstream(grad, lse, *_row_weights(c, loss), loss.options(c))
-            grads = _token_backward(c, needs, u, loss.class_weight, saved, loss.row_scaled(c))
+            grads = _token_backward(c, needs, u, loss.class_weight, how, saved, loss.row_scaled(c))
     return _shaped(grads, needs, hidden)
 
 
@@ -434,7 +444,7 @@ def fused_linear_log_probs_forward(
     needs = _asked(needs_grad, bias)
     with torch.no_grad():
         out = _log_probs_forward(c, names, needs)
-    return _named(c, names, out), (out[1], *out[6:])
+    return _named(c, names, out), (_how(c), out[1], *out[6:])
 
 
 def fused_linear_log_probs_backward(
@@ -456,25 +466,27 @@ def fused_linear_log_probs_backward(
 
     Args:
         grads: LogProbs of upstream gradients of log_probs, entropy and lse, of targets' shape; None for zero.
-        saved: what the forward returned; it is not changed. The others: the very arguments of the forward.
+        saved: what the forward returned; it is not changed. The others: the very arguments of the forward; whether
+            autocast is on does not matter.
 
     Returns:
         (grad_hidden, grad_weight, grad_bias) in the dtypes of their tensors; None where needs_grad says so.
     """
     names = validation.check_outputs(outputs)
-    c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace)
+    how, *saved = saved
+    c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace, how)
     validation.check_grads(grads, names, targets.shape)
     needs = _asked(needs_grad, bias)
     flat = tuple(None if g is None else g.reshape(-1) for g in (grads.log_probs, grads.entropy, grads.lse))
     with torch.no_grad():
-        out = _token_backward(c, needs, (*flat, None), None, saved, _log_probs_row_scaled(names, needs))
+        out = _token_backward(c, needs, (*flat, None), None, how, saved, _log_probs_row_scaled(names, needs))
     return _shaped(out, needs, hidden)
 
 
-def _token_backward(c: _Checked, needs: Needs, upstream, class_weight, saved, row_scaled: bool):
+def _token_backward(c: _Checked, needs: Needs, upstream, class_weight, how: Tensor, saved, row_scaled: bool):
     return ops.call(
         ops.token_backward, *upstream, c.hidden, c.weight, c.targets, c.bias, class_weight, *saved, c.ignore_index,
-        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace,
+        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace, None, None, how.numel() > 0,
     )  # fmt: skip
 
 

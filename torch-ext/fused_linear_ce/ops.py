@@ -30,6 +30,11 @@ def make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace) -> Ca
     )  # fmt: skip
 
 
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on its device; a traced graph is captured when it runs, or never."""
+    return not torch.compiler.is_compiling() and passes.capturing(tensor)
+
+
 def _isolated(device_type: str):
     """Operators inside must not be autocast again."""
     if torch.is_autocast_enabled(device_type):
@@ -294,22 +299,25 @@ def _token_backward(
     workspace: Optional[int],
     row_index: Optional[Tensor] = None,
     row_targets: Optional[Tensor] = None,
+    masked: Optional[bool] = None,
+    restore: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db); 0-element where not wanted.
 
-    row_index, row_targets: passes.Rows' index and targets, which spare selecting the rows once more. Only autograd has
-    them, and with it `exps`, which then need not be left as they were.
+    row_index, row_targets: passes.Rows' index and targets, which spare selecting the rows once more. masked: whether
+    the forward masked its rows, where that is known. restore: leave `exps` as they are found; False only where nobody
+    else has them, as in an eager call's own backward.
     """
     needs = Needs(needs_hidden, needs_weight, needs_bias)
     call = make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace)
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
         rows = None if row_targets is None else passes.Rows(row_index, None, row_targets)
-        problem = passes.Problem(hidden, head, targets, ignore_index, call, False, rows)
+        problem = passes.Problem(hidden, head, targets, ignore_index, call, False, rows, masked)
         empty = hidden.new_empty(0)
         saved = passes.TokenResult(empty, entropy, empty, empty, empty, empty, max, log_sum, target, scale, exps)
         upstream = Upstream(grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs)
-        dx, dw, db = passes.token_gradients(problem, needs, upstream, saved, restore=rows is None)
+        dx, dw, db = passes.token_gradients(problem, needs, upstream, saved, restore)
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 
@@ -320,7 +328,7 @@ token_backward = torch.library.custom_op(add_op_namespace_prefix("token_backward
 def _(
     grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, hidden, weight, targets, bias, class_weight,
     entropy, max, log_sum, target, scale, exps, ignore_index, logit_scale, softcap, compute_dtype, needs_hidden,
-    needs_weight, needs_bias, row_scaled, workspace, row_index=None, row_targets=None,
+    needs_weight, needs_bias, row_scaled, workspace, row_index=None, row_targets=None, masked=None, restore=True,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)
     return (
@@ -332,7 +340,8 @@ def _(
 
 def _token_setup(ctx, inputs, output, rows: Optional[passes.Rows] = None) -> None:
     hidden, weight, targets, bias, class_weight = inputs[:5]
-    selected = (None, None) if rows is None or rows.live is not None else (rows.index, rows.targets)
+    ctx.masked = None if rows is None else rows.live is not None
+    selected = (rows.index, rows.targets) if ctx.masked is False else (None, None)
     ctx.save_for_backward(hidden, weight, targets, bias, class_weight, output[1], *output[6:], *selected)
     ctx.options = (*inputs[5:8], *inputs[12:])
     ctx.wants_entropy, ctx.wants_sum = inputs[8:10]
@@ -352,7 +361,9 @@ def _token_gradients(ctx, grads, gradients) -> tuple:
     if all(g is None for g in grads):
         return (None,) * 18
     *saved, row_index, row_targets = ctx.saved_tensors
-    out = gradients(*grads, *saved, *ctx.options, row_index, row_targets)
+    out = gradients(
+        *grads, *saved, *ctx.options, row_index, row_targets, ctx.masked, restore=gradients is token_backward
+    )
     dx, dw, db = (o if n else None for o, n in zip(out, ctx.options[4:7]))
     return (dx, dw, None, db, *(None,) * 14)
 

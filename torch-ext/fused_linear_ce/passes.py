@@ -75,7 +75,7 @@ class Rows:
         return values.new_zeros(n_tokens).index_copy_(0, self.index, values)
 
 
-def _capturing(tensor: torch.Tensor) -> bool:
+def capturing(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cuda":
         return False
     with torch.cuda.device(tensor.device):
@@ -83,16 +83,16 @@ def _capturing(tensor: torch.Tensor) -> bool:
 
 
 def _selects_on_device(plan: Plan, targets: torch.Tensor) -> bool:
-    return plan.backend == "triton" and targets.device.type != "cpu" and not _capturing(targets)
+    return plan.backend == "triton" and targets.device.type != "cpu"
 
 
-def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int) -> Rows:
+def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int, masked: bool = False) -> Rows:
     targets = targets.to(torch.int64)
     if targets.device.type == "cpu":
         validation.check_target_values(targets, ignore_index, vocab)
     keep = targets != ignore_index
     index = live = None
-    if _capturing(targets):
+    if masked:
         live = keep
         targets = torch.where(live, targets, torch.zeros_like(targets))
     else:
@@ -115,8 +115,10 @@ class Problem:
         call: Call,
         in_forward: bool,
         rows: Optional[Rows] = None,
+        masked: Optional[bool] = None,
     ):
-        """rows: what an earlier pass over the same targets has selected."""
+        """rows, masked: of a backward, what the forward has selected, or whether it masked them; else the rows are
+        selected here, and masked while a CUDA graph is captured."""
         # Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign.
         hidden = hidden.resolve_neg()
         head = head._replace(
@@ -133,10 +135,13 @@ class Problem:
         vocab = weight.shape[0]
         self.selection, self._rows = None, rows
         if rows is None:
-            if _selects_on_device(self.plan, targets):
+            if masked is False and capturing(targets):
+                raise validation.captured_alone()
+            masked = capturing(targets) if masked is None else masked
+            if not masked and _selects_on_device(self.plan, targets):
                 self.selection = self.backend.select(targets, ignore_index, vocab)
             else:
-                self._rows = select_rows(targets, ignore_index, vocab)
+                self._rows = select_rows(targets, ignore_index, vocab, masked)
         copy = self.plan.copies_weight and (self.early_rows or len(self.rows) > 0)
         self.head = head._replace(weight=weight.to(compute_dtype)) if copy else head
         self._gradient_weight = None
@@ -243,7 +248,8 @@ class GradientSink:
         out = place if in_place else p.new_accumulator(stop - start, width)
         p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
         if factor is not None:
-            last = constant is None and place is not None
+            # One pass rounds as well; on a CPU torch would make a copy of its own for that.
+            last = constant is None and place is not None and place.device.type != "cpu"
             out = torch.mul(out, factor.unsqueeze(1), out=place if last else out)
         if constant is not None:
             self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
@@ -435,7 +441,7 @@ def kept_exps_shape(call: Call, n_tokens: int) -> tuple[int, int]:
 
 
 def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult:
-    """Forward of everything per token: 1 G, and E of the plan's kept rows, as one chunk.
+    """Forward of everything per token: 1 G, and E of the plan's kept rows.
 
     dense: an operator's outputs are to be determined; else what belongs to no row of E is whatever memory held.
     """
@@ -506,20 +512,20 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
 
 
 def _gradients_by_row(p, needs, stats, c, kept_exps, restore, dx, dw, db) -> None:
-    """Chunks of rows over the whole vocabulary: kept rows from their E, as one chunk, the others recomputed."""
+    """Chunks of rows over the whole vocabulary: kept rows from their E, the others recomputed."""
     rows, head, vocab = p.rows, p.head, p.head.weight.shape[0]
     kept = min(p.plan.kept_rows, len(rows)) if row_scaled(c, head.softcap) else 0
     one_gemm = p.call.unsplit_weight and kept == len(rows) and c.d is None  # whether or not it is all tokens
     accumulator = dw if one_gemm or dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
     sink = GradientSink(p, needs, dx, accumulator, db)
-    if kept:
+    for start, stop in [(0, kept)] if one_gemm else p.chunks(0, kept):
         # finish() writes the target elements, which it never reads: a second backward needs nothing of what was there.
         # (.data: the version counter must not see this.)
-        e = kept_exps.data[:kept, :vocab]
+        e = kept_exps.data[start:stop, :vocab]
         if restore:
-            column = rows.cut_targets(0, kept).clamp(min=0).unsqueeze(1)
+            column = rows.cut_targets(start, stop).clamp(min=0).unsqueeze(1)
             before = e.gather(1, column)
-        sink.add_scaled(0, kept, p.x(0, kept), e, stats.rows(0, kept), _cut(c, 0, kept))
+        sink.add_scaled(start, stop, p.x(start, stop), e, stats.rows(start, stop), _cut(c, start, stop))
         if restore:
             e.scatter_(1, column, before)
     if kept < len(rows):

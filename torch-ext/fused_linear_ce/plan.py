@@ -57,7 +57,7 @@ class Plan:
     hidden_size: int
     backend: str  # "eager" | "triton"
     gradients: str  # "none" | "forward" | "backward"
-    chunk_rows: int  # rows whose E (or dlogits) live at once, beside the kept ones
+    chunk_rows: int  # rows whose E (or dlogits) live at once, beside the kept ones, or that leave a kept E at once
     kept_rows: int  # rows whose E lives until backward
     slab: int  # classes per slab of the recomputing backward; vocab = no slabs
     copies_weight: bool  # whether a pass holds a whole copy of the weight in the GEMMs' dtype
@@ -98,13 +98,15 @@ class Call:
         self.vocab, self.hidden_size = vocab, hidden_size
         self.backend = backends.choose(device, dtype == torch.float64)
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
-        self.x_row = 2 * hidden_size * acc.itemsize  # the chunk's copies of x, one in the accumulation dtype
+        self.x_row = 2 * hidden_size * acc.itemsize  # a chunk's copies of x, one in the accumulation dtype
+        # Beside E they are two of the GEMMs' dtype, gathered and scaled, and its dX in the accumulation dtype.
+        x_row = hidden_size * (2 * backends.operand_dtype(self.backend, dtype).itemsize + acc.itemsize)
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
         # stored, but leaves a few partial sums for each tile of at least 64 classes.
         e_row = backends.padded_vocab(self.backend, vocab) * self.exp
         partials = vocab // 3 if self.backend == "triton" else 0
-        self.row = e_row + partials + self.x_row
-        self.statistics_row = partials + self.x_row if self.backend == "triton" else self.row
+        self.row = e_row + partials + x_row
+        self.statistics_row = (partials if self.backend == "triton" else e_row) + self.x_row
         device_type = device if isinstance(device, str) else device.type
         least, most = DEFAULT_CHUNK_ACCELERATOR
         by_rows = min(max(DEFAULT_ROWS_ACCELERATOR * self.row, least), most)
@@ -144,7 +146,8 @@ class Call:
             budget = self.default_chunk + self.saved_weight
         else:
             budget = self.workspace - self.acc_weight - self.weights
-        return 0 < n_tokens * self.row <= budget
+        within_32_bits = n_tokens * self.vocab < 1 << 31  # what libraries are commonly tried with
+        return 0 < n_tokens * self.row <= budget and within_32_bits
 
     def gradients_in_forward(self, n_tokens: int, constant: bool = False) -> bool:
         """Whether a scalar loss makes its gradients in the forward. constant: dlogits have a constant term (label
@@ -164,14 +167,15 @@ class Call:
         held = self.saved_weight + n_tokens * self.saved_hidden_row + self.weights
         return self.workspace - held >= MIN_ROWS * self.row
 
-    def whole_vocabulary(self) -> bool:
-        """Whether a recomputing backward can hold the accumulator of the whole dW."""
+    def whole_vocabulary(self, n_tokens: int) -> bool:
+        """Whether a backward can hold the accumulator of the whole dW beside what it keeps and recomputes."""
         fixed = self.acc_weight + self.weights
-        return self.workspace is None or self.workspace - fixed >= 2 * MIN_ROWS * self.row
+        enough = self.workspace is None or self.workspace - fixed >= 2 * MIN_ROWS * self.row
+        return enough or self.in_one_gemm(n_tokens)
 
     def kept_rows(self, n_tokens: int) -> int:
         """Rows whose E is kept for a backward with per-token upstream gradients."""
-        if not self.row_scaled or not any(self.needs) or not self.whole_vocabulary():
+        if not self.row_scaled or not any(self.needs) or not self.whole_vocabulary(n_tokens):
             return 0
         if self.in_one_gemm(n_tokens):
             return n_tokens
@@ -225,13 +229,13 @@ def decide(call: Call, n_tokens: int, in_forward: bool) -> Plan:
         rows = rows_in(call.default_chunk if call.workspace is None else call.workspace - held)
         return result("forward", rows, 0, call.vocab, True, gemms, held + rows * call.row)
 
-    if call.whole_vocabulary():
+    if call.whole_vocabulary(n_tokens):
         held = call.acc_weight + call.weights
         budget = call.budget() - (0 if call.workspace is None else held)
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
         rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), max(rest, 1))
-        rows = rows if rest else max(1, n_tokens)
+        rows = rows if rest else max(1, min(n_tokens, ROW_MULTIPLE * 8))
         recomputed = rest / n_tokens if n_tokens else 0.0
         held += kept * call.row + (rows * call.row if rest else 0)
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)

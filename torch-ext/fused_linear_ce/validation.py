@@ -193,6 +193,12 @@ def workspace_too_small(workspace: int, needed: int) -> ValueError:
     )
 
 
+def captured_alone() -> RuntimeError:
+    return RuntimeError(
+        "a CUDA graph is being captured but this backward's forward ran outside of it: capture both, or neither"
+    )
+
+
 def check_target_values(targets: torch.Tensor, ignore_index: int, vocab: int) -> None:
     """Only for targets whose values can be read without synchronising with an accelerator."""
     bad = ((targets < 0) | (targets >= vocab)) & (targets != ignore_index)

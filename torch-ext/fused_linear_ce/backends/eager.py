@@ -207,4 +207,8 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mul(source, factor, out=out)
+    """Where it rounds, a panel at a time: torch makes a copy of its own for that."""
+    source, out = source.view(-1), out.view(-1)
+    step = source.numel() if source.dtype == out.dtype else _PANEL_BYTES // source.element_size()
+    for start in range(0, source.numel(), max(step, 1)):
+        torch.mul(source[start : start + step], factor, out=out[start : start + step])
