@@ -95,8 +95,8 @@ def test_nan_in_the_bias_is_not_taken_for_a_mask(kernel, dev):
 def exact_inputs(device, offset: float, spread: int = 8) -> oracle.Inputs:
     """Inputs whose logits, common offset included, are fp32 numbers: what is lost is lost by the statistics."""
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randint(-spread, spread + 1, (60, 16), generator=g) / 8
-    weight = torch.randint(-8, 9, (200, 16), generator=g) / 8
+    hidden = torch.randint(-spread, spread + 1, (60, 20), generator=g) / 8
+    weight = torch.randint(-8, 9, (200, 20), generator=g) / 8
     bias = torch.full((200,), float(offset))
     logits = (hidden.double() @ weight.double().T + bias.double()).float()
     assert torch.equal(logits.double(), hidden.double() @ weight.double().T + bias.double())
