@@ -578,13 +578,14 @@ class TestCudaGraphs:
 
     @pytest.mark.parametrize("name", CALLS)
     @pytest.mark.parametrize("ignored", [0, 20], ids=["no row ignored", "rows ignored"])
-    def test_capture_and_replay_with_new_contents(self, kernel, device, name, ignored):
+    @pytest.mark.parametrize("vocab, width", [(1000, 64), (33_000, 256)])  # the larger dW is one GEMM in the backward
+    def test_capture_and_replay_with_new_contents(self, kernel, device, name, ignored, vocab, width):
         if device != "cuda":
             pytest.skip("needs CUDA graphs")
         call = self.CALLS[name]
 
         def new(seed, ignored):
-            h, w, _, y = inputs(130, torch.bfloat16, ignored, device, seed, vocab=1000, width=64)
+            h, w, _, y = inputs(130, torch.bfloat16, ignored, device, seed, vocab=vocab, width=width)
             return h, w, y
 
         hidden, weight, targets = new(0, ignored)

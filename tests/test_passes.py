@@ -303,7 +303,7 @@ class TestChunks:
         dtype = hidden.dtype
         call = ops.make_call(hidden, weight, dtype, needs, True, workspace)
         head = base.Head(weight, None, 1.0, None, class_weight, dtype)
-        return submodule(kernel, "passes").Problem(hidden, head, targets, -100, call, "scalar")
+        return submodule(kernel, "passes").Problem(hidden, head, targets, -100, call, in_forward=True)
 
     def test_cover_the_rows_that_run_once(self, kernel):
         hidden, weight, targets, _ = inputs()

@@ -70,17 +70,19 @@ class TestOnlyOnAGpu:
         needs = (True, True, False)
         problem = passes.Problem(
             chunk.x.detach(), chunk.head(base), chunk.targets, -100,
-            ops.make_call(chunk.x, chunk.weight, BF16, needs, True, None), "scalar",
+            ops.make_call(chunk.x, chunk.weight, BF16, needs, True, None), in_forward=True,
         )  # fmt: skip
         assert len(problem.rows) == where.rows  # the one wait of a call
         options = submodule(forced, "loss").LossOptions(0.0, 0.0, where.vocab)
         needs = submodule(forced, "plan").Needs(*needs)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            result = passes.loss_and_gradients(problem, needs, options, None, metrics=True, dense=True)
+            result = passes.loss_and_gradients(
+                problem, needs, options, None, None, metrics=True, mean=False, dense=True
+            )
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert result.loss_sum.isfinite() and result.grad_weight.isfinite().all()
+        assert result.loss.isfinite() and result.grad_weight.isfinite().all()
 
     def test_a_target_outside_the_vocabulary_poisons_its_row_alone(self, forced, device):
         where = Where(device, 261, 1031, 72)
