@@ -68,13 +68,14 @@ class TestWhichWay:
             assert costs == sorted(costs, reverse=True) and costs[-1] == 3.0
 
     @pytest.mark.parametrize("n, h", [(128, 1024), (2048, 1024), (4096, 1024), (2048, 4096), (8192, 4096)])
-    def test_keeping_them_takes_no_more_than_the_accumulator_would(self, module, n, h):
+    def test_keeping_them_takes_no_more_than_the_accumulator_would(self, kernel, module, n, h):
         pytest.importorskip("triton")
         call = module.Call(151936, h, BF16, BF16, BF16, "cuda", module.Needs(True, True, False), True, None)
         assert not call.gradients_in_forward(n)
-        kept, scaled = (module.decide(call, n, in_forward) for in_forward in (False, True))
+        kept, scaled = (module.decide(call, n, in_forward, constant=False) for in_forward in (False, True))
         assert kept.kept_rows == n
-        assert kept.workspace_bytes - call.acc_weight <= scaled.workspace_bytes
+        assert kept == kernel.plan(n, 151936, h)
+        assert kept.workspace_bytes <= scaled.workspace_bytes
         assert call.gradients_in_forward(n, constant=True), "a constant term needs the accumulator anyway"
 
     @pytest.mark.parametrize("needs", ALL_NEEDS, ids=str)
@@ -304,6 +305,9 @@ class TestReadable:
         assert f"{p.workspace_bytes / MIB:.0f} MiB" in text
         assert "\n" not in text and len(text) < 300
 
+    def test_str_where_nothing_is_recomputed(self, plan):
+        assert "from the kept exponentials of all rows" in str(plan(1024, *QWEN[1:], upstream="token"))
+
     def test_one_g_is_one_gemm(self, plan):
         assert "of 2.000 TFLOP" in str(plan(10_000, 100_000, 1000))
 
@@ -383,7 +387,7 @@ class TestInvariants:
         module, passes = submodule(kernel, "plan"), submodule(kernel, "passes")
         call = module.Call(vocab, hidden, *dtypes, device_type, module.Needs(*needs), row_scaled, workspace)
         try:
-            p = module.decide(call, n, False)
+            p = module.decide(call, n, False, constant=upstream != "scalar")
         except ValueError:
             assume(False)
         rows, columns = passes.kept_exps_shape(call, n)

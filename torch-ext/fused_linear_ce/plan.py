@@ -65,11 +65,13 @@ class Plan:
     workspace_bytes: int  # at most, beyond the outputs
 
     def __str__(self) -> str:
+        recomputed = self.n_tokens - self.kept_rows
+        rows = f"{self.kept_rows} rows from kept exponentials and {recomputed} recomputed, {self.chunk_rows} rows x "
         how = {
             "none": f"forward only, {self.chunk_rows} rows at a time",
             "forward": f"gradients in the forward, {self.chunk_rows} rows at a time; backward only scales them",
-            "backward": f"gradients in the backward, {self.kept_rows} rows from kept exponentials and "
-            f"{self.n_tokens - self.kept_rows} recomputed, {self.chunk_rows} rows x {self.slab} classes at a time",
+            "backward": "gradients in the backward, "
+            + (f"{rows}{self.slab} classes at a time" if recomputed else "from the kept exponentials of all rows"),
         }[self.gradients]
         one = 2e-12 * self.n_tokens * self.vocab * self.hidden_size
         return (
@@ -199,8 +201,9 @@ def _whole_tiles(rows: int, n_tokens: int) -> int:
     return -(-n_tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
-def decide(call: Call, n_tokens: int, in_forward: bool) -> Plan:
-    """The plan of a call. in_forward: its gradients, if any are wanted, are made in the forward."""
+def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -> Plan:
+    """The plan of a call. in_forward: its gradients, if any are wanted, are made in the forward. constant: dlogits may
+    have a constant term (label smoothing), so that bytes are counted for the accumulator that it needs."""
 
     def result(gradients, chunk_rows, kept_rows, slab, copies, flop_g, held) -> Plan:
         copies = copies and call.copy_weight > 0
@@ -231,13 +234,14 @@ def decide(call: Call, n_tokens: int, in_forward: bool) -> Plan:
 
     if call.whole_vocabulary(n_tokens):
         held = call.acc_weight + call.weights
+        unused = call.acc_weight if call.in_one_gemm(n_tokens) and not constant else 0
         budget = call.budget() - (0 if call.workspace is None else held)
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
         rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), max(rest, 1))
         rows = rows if rest else max(1, min(n_tokens, ROW_MULTIPLE * 8))
         recomputed = rest / n_tokens if n_tokens else 0.0
-        held += kept * call.row + (rows * call.row if rest else 0)
+        held += kept * call.row + (rows * call.row if rest else 0) - unused
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
 
     # Slabs of classes: dX accumulates over the slabs, dW of a slab over the chunks of rows.
@@ -299,4 +303,5 @@ def plan(
         vocab, hidden_size, dtype, hidden_dtype or dtype, weight_dtype or dtype, device_type, Needs(*needs),
         row_scaled, workspace,
     )  # fmt: skip
-    return decide(call, n_tokens, upstream == "scalar" and call.gradients_in_forward(n_tokens))
+    scalar = upstream == "scalar"
+    return decide(call, n_tokens, scalar and call.gradients_in_forward(n_tokens), constant=not scalar)
