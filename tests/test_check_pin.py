@@ -658,9 +658,9 @@ def test_nothing_is_run_after_a_failure(pinned, tmp_path):
     ("file", "old", "new", "code", "message"),
     [
         (
-            "api.py",
-            "total = total / divisor",
-            "total = total / divisor * 1.001",
+            "passes.py",
+            "_live_sum(rows, losses) / divisor",
+            "_live_sum(rows, losses) / divisor * 1.001",
             "wrong-values",
             "off by 1.0e-03 of the",
         ),

@@ -39,6 +39,7 @@ class _Checked(NamedTuple):
     logit_scale: float
     softcap: Optional[float]
     compute_dtype: torch.dtype
+    autocast: bool
     leading_shape: torch.Size
     workspace: Optional[int]
 
@@ -55,25 +56,23 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
     validation.check_workspace(workspace)
     logit_scale, softcap = validation.check_logit_transform(logit_scale, softcap)
     if how is None:
-        compute_dtype = hidden.dtype
         # As for torch.nn.functional.linear: autocast casts everything but float64.
         floats = (hidden, weight) if bias is None else (hidden, weight, bias)
         autocast = torch.is_autocast_enabled(hidden.device.type) and all(t.dtype != torch.float64 for t in floats)
-        if autocast:
-            compute_dtype = torch.get_autocast_dtype(hidden.device.type)
-        validation.check_compute_dtypes(hidden, weight, bias, autocast)
+        compute_dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
     else:
-        compute_dtype = how.dtype
+        autocast, compute_dtype = how.shape[1] > 0, how.dtype
+    validation.check_compute_dtypes(hidden, weight, bias, autocast)
     return _Checked(
         hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1).to(torch.int64), bias, ignore_index,
-        logit_scale, softcap, compute_dtype, targets.shape, workspace,
+        logit_scale, softcap, compute_dtype, autocast, targets.shape, workspace,
     )  # fmt: skip
 
 
 def _how(c: _Checked) -> Tensor:
-    """How a raw forward ran, for its backward, in a tensor whose values mean nothing: the dtype that it computed in,
-    and one element if its rows were masked (passes.capturing), else none."""
-    return c.hidden.new_empty(int(ops.is_capturing(c.targets)), dtype=c.compute_dtype)
+    """How a raw forward ran, for its backward, in a tensor whose values mean nothing: its dtype is what was computed
+    in, its shape whether rows were masked (passes.capturing) and whether autocast was on."""
+    return c.hidden.new_empty((int(ops.is_capturing(c.targets)), int(c.autocast)), dtype=c.compute_dtype)
 
 
 def _asked(needs_grad: tuple, bias: Optional[Tensor]) -> Needs:
@@ -486,7 +485,7 @@ def fused_linear_log_probs_backward(
 def _token_backward(c: _Checked, needs: Needs, upstream, class_weight, how: Tensor, saved, row_scaled: bool):
     return ops.call(
         ops.token_backward, *upstream, c.hidden, c.weight, c.targets, c.bias, class_weight, *saved, c.ignore_index,
-        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace, None, None, how.numel() > 0,
+        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace, None, None, how.shape[0] > 0,
     )  # fmt: skip
 
 
