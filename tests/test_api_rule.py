@@ -238,7 +238,7 @@ def test_an_extension_is_written_and_a_break_is_not(checkout, capsys):
     assert run(checkout, capsys)[0] == 0
     assert run(checkout, capsys, "--check", "--base", "HEAD")[0] == 0
 
-    edit(source, "    workspace: Optional[int] = None,\n) -> Plan", ") -> Plan")
+    edit(source, "    workspace: Optional[int] = None,\n    label_smoothing", "    label_smoothing")
     edit(source, "validation.check_workspace(workspace)", "workspace = None")
     status, text = run(checkout, capsys)
     assert status == 1

@@ -102,7 +102,6 @@ def small_defaults(kernel, monkeypatch):
     eager = submodule(kernel, "backends.eager")
     monkeypatch.setattr(eager, "_PANEL_BYTES", 1 << 16)
     monkeypatch.setattr(eager, "UPCAST_BYTES", 1 << 18)
-    monkeypatch.setattr(submodule(kernel, "passes"), "_SLAB_BYTES", 1 << 18)
     monkeypatch.setattr(submodule(kernel, "plan"), "UPCAST_BYTES", 1 << 18)
 
 
@@ -188,10 +187,16 @@ class TestTorchBackend:
         upstream = "token" if reduction == "none" else "scalar"
         options = dict(device_type="cpu", needs=(True, True, False), upstream=upstream)
         workspace = kernel.plan(n, vocab, width, dtype, **options).workspace_bytes
-        for ignored in (0, n // 4):
+        for ignored in (0, 1, n // 4):
             problem = Problem(kernel, n, vocab, width, dtype, ignored=ignored)
             run = problem.run(reduction=reduction, workspace=workspace)
             assert run.extra <= workspace + 24 * n * 8 + 8 * (1 << 16)
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    def test_the_constant_term_of_smoothing_copies_no_weight(self, kernel, dtype):
+        problem = Problem(kernel, 64, 16384, 256, dtype)
+        plain, smooth = (problem.run(label_smoothing=eps).extra for eps in (0.0, 0.1))
+        assert smooth < plain + problem.vocab_by_width / 8
 
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
     def test_a_plain_backward_hands_over_what_the_forward_made(self, kernel, reduction):

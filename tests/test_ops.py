@@ -569,6 +569,7 @@ class TestDevices:
 class TestCudaGraphs:
     CALLS = {
         "mean": lambda k, h, w, y: k.fused_linear_cross_entropy(h, w, y),
+        "num_items": lambda k, h, w, y: k.fused_linear_cross_entropy(h, w, y, num_items=31),
         "metrics": lambda k, h, w, y: k.fused_linear_cross_entropy(h, w, y, z_loss=0.01, return_metrics=True)[0],
         "none": lambda k, h, w, y: (k.fused_linear_cross_entropy(h, w, y, reduction="none") ** 2).sum(),
         "entropy": lambda k, h, w, y: sum(

@@ -333,8 +333,7 @@ class TestChunks:
         assert loss.sum() == 0 and all((g == 0).all() for g in grads)
 
     @pytest.mark.parametrize("weighted", [False, True])
-    def test_weighted_row_sum(self, kernel, passes, monkeypatch, weighted):
-        monkeypatch.setattr(passes, "_SLAB_BYTES", 7 * HIDDEN * 4)
+    def test_weighted_row_sum(self, kernel, weighted):
         hidden, weight, targets, _ = inputs()
         class_weight = torch.linspace(0, 2, VOCAB) if weighted else None
         problem = self.problem(kernel, hidden.detach(), weight.detach(), targets, None, class_weight)

@@ -76,7 +76,10 @@ class TestWhichWay:
         assert kept.kept_rows == n
         assert kept == kernel.plan(n, 151936, h)
         assert kept.workspace_bytes <= scaled.workspace_bytes
-        assert call.gradients_in_forward(n, constant=True), "a constant term needs the accumulator anyway"
+        smoothed = kernel.plan(n, 151936, h, label_smoothing=True)  # the constant term needs the accumulator anyway
+        assert smoothed == scaled and smoothed.gradients == "forward"
+        per_token = (kernel.plan(n, 151936, h, upstream="token", label_smoothing=s) for s in (False, True))
+        assert [p.workspace_bytes for p in per_token] == [kept.workspace_bytes, kept.workspace_bytes + call.acc_weight]
 
     @pytest.mark.parametrize("needs", ALL_NEEDS, ids=str)
     @pytest.mark.parametrize("upstream", ["scalar", "token"])
@@ -353,8 +356,13 @@ class TestInvariants:
         assert p.slab == vocab
         if any(needs):
             scalar = sizes["upstream"] == "scalar" and sizes["row_scaled"]
-            one_chunk = sizes["device_type"] == "cuda" and needs[1] and p.kept_rows == n > 0
-            assert p.gradients == ("forward" if scalar and not one_chunk else "backward")
+            hidden, dtypes, device_type = (sizes[name] for name in ("hidden", "dtypes", "device_type"))
+            module = submodule(kernel, "plan")
+            call = module.Call(vocab, hidden, *dtypes, device_type, module.Needs(*needs), sizes["row_scaled"], None)
+            few = n * call.row <= call.default_chunk + vocab * hidden * 4 and 0 < n * vocab < 2**31
+            large = vocab * hidden >= 2**23 and dtypes[0] in (BF16, FP32)
+            kept = device_type == "cuda" and needs[1] and few and large
+            assert p.gradients == ("forward" if scalar and not kept else "backward")
 
     @given(workspace=WORKSPACES, **SIZES)
     def test_given_workspace(self, kernel, n, vocab, needs, workspace, **sizes):
@@ -387,7 +395,7 @@ class TestInvariants:
         module, passes = submodule(kernel, "plan"), submodule(kernel, "passes")
         call = module.Call(vocab, hidden, *dtypes, device_type, module.Needs(*needs), row_scaled, workspace)
         try:
-            p = module.decide(call, n, False, constant=upstream != "scalar")
+            p = module.decide(call, n, False, constant=False)
         except ValueError:
             assume(False)
         rows, columns = passes.kept_exps_shape(call, n)

@@ -197,11 +197,11 @@ def test_upstream_gradients_of_another_shape_are_refused(kernel, reduction, shap
     "name, value",
     [("n_tokens", -1), ("n_tokens", 2.5), ("vocab", 0), ("hidden_size", 0), ("dtype", torch.int8), ("dtype", "bf16"),
      ("weight_dtype", torch.int64), ("device_type", "cuda:0"), ("upstream", "foo"),
-     ("needs", (True,))],
+     ("needs", (True,)), ("label_smoothing", 0.1)],
 )  # fmt: skip
 def test_plan_refuses(kernel, name, value):
     sizes = {"n_tokens": 10, "vocab": 20, "hidden_size": 4, name: value}
-    error = TypeError if name.endswith("dtype") else ValueError
+    error = TypeError if name.endswith("dtype") or name == "label_smoothing" else ValueError
     refused(kernel.plan, error, ["needs_grad" if name == "needs" else name, str(value)], **sizes)
 
 

@@ -171,6 +171,22 @@ def test_a_raw_backward_knows_the_rows_of_its_forward_or_raises(kernel, where, m
         assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_traced_raw_pair_is_captured_when_it_runs(kernel, where, monkeypatch, captured):
+    """While tracing it is not known yet whether rows will be masked."""
+    inputs, _ = make(where)
+    g = oracle.random((where[1],), where[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        how = kernel.fused_linear_cross_entropy_forward(*inputs.positional(), reduction="none")[2][0]
+    monkeypatch.setattr(submodule(kernel, "passes"), "capturing", lambda t: captured)
+    *_, (_, *saved) = kernel.fused_linear_cross_entropy_forward(*inputs.positional(), reduction="none")
+    grads = kernel.fused_linear_cross_entropy_backward(g, (how, *saved), *inputs.positional(), reduction="none")
+    expected = oracle.reference(*inputs.positional(), reduction="none", upstream=g).grads
+    for grad, want in zip(grads, expected):
+        assert oracle.relative_error(grad, want) <= oracle.gradient_tolerance(BF16)
+
+
 @pytest.mark.parametrize("names", [None, ("log_probs", "entropy")])
 def test_a_raw_backward_computes_in_the_dtype_of_its_forward(kernel, where, names):
     """Autocast is on in the forward alone, as around a torch.autograd.Function."""

@@ -78,7 +78,7 @@ class TestOnlyOnAGpu:
         torch.cuda.set_sync_debug_mode("error")
         try:
             result = passes.loss_and_gradients(
-                problem, needs, options, None, None, metrics=True, mean=False, dense=True
+                problem, needs, options, None, torch.full((), 31.0, device=device), metrics=True, mean=True, dense=True
             )
         finally:
             torch.cuda.set_sync_debug_mode("default")

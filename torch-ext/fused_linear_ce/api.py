@@ -71,8 +71,9 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
 
 def _how(c: _Checked) -> Tensor:
     """How a raw forward ran, for its backward, in a tensor whose values mean nothing: its dtype is what was computed
-    in, its shape whether rows were masked (passes.capturing) and whether autocast was on."""
-    return c.hidden.new_empty((int(ops.is_capturing(c.targets)), int(c.autocast)), dtype=c.compute_dtype)
+    in, its shape says whether rows were masked (passes.capturing; 2: not known) and whether autocast was on."""
+    masked = ops.is_capturing(c.targets)
+    return c.hidden.new_empty((2 if masked is None else int(masked), int(c.autocast)), dtype=c.compute_dtype)
 
 
 def _asked(needs_grad: tuple, bias: Optional[Tensor]) -> Needs:
@@ -121,7 +122,9 @@ def _gradients_in_forward(c: _Checked, loss: _Loss, needs: Needs, reduction: str
 
 def _loss_forward(c: _Checked, loss: _Loss, needs: Needs, mean: bool, num_items):
     if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.tensor(num_items, dtype=accumulation_dtype(c.compute_dtype), device="cpu") if mean else None
+        # Filled in on the device: a copy from the host would wait for the device, and not be captured.
+        acc = accumulation_dtype(c.compute_dtype)
+        num_items = torch.full((), num_items, dtype=acc, device=c.hidden.device) if mean else None
     return ops.call(
         ops.loss_forward, c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, num_items,
         c.ignore_index, c.logit_scale, c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, mean,
@@ -483,9 +486,10 @@ def fused_linear_log_probs_backward(
 
 
 def _token_backward(c: _Checked, needs: Needs, upstream, class_weight, how: Tensor, saved, row_scaled: bool):
+    masked = None if how.shape[0] == 2 else how.shape[0] == 1
     return ops.call(
         ops.token_backward, *upstream, c.hidden, c.weight, c.targets, c.bias, class_weight, *saved, c.ignore_index,
-        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace, None, None, how.shape[0] > 0,
+        c.logit_scale, c.softcap, c.compute_dtype, *needs, row_scaled, c.workspace, None, None, masked,
     )  # fmt: skip
 
 

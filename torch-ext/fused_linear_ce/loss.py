@@ -71,7 +71,7 @@ def mean_divisor(num_items, count: torch.Tensor, class_weight_sum: Optional[torc
             return count.clamp(min=1)
         return torch.where(class_weight_sum == 0, 1.0, class_weight_sum)
     if isinstance(num_items, torch.Tensor):
-        return torch.where(count == 0, 1.0, num_items.reshape(()).to(dtype))
+        return torch.where(count == 0, 1.0, num_items.reshape(()).to(count.device, dtype))
     return num_items if num_items != 0 else (count == 0).to(dtype)
 
 

@@ -30,9 +30,10 @@ def make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace) -> Ca
     )  # fmt: skip
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on its device; a traced graph is captured when it runs, or never."""
-    return not torch.compiler.is_compiling() and passes.capturing(tensor)
+def is_capturing(tensor: Tensor) -> Optional[bool]:
+    """Whether a CUDA graph is being captured on its device; None while tracing: what is traced is captured when it
+    runs, or never."""
+    return None if torch.compiler.is_compiling() or _watched() else passes.capturing(tensor)
 
 
 def _isolated(device_type: str):
@@ -247,7 +248,13 @@ def _token_pass(
         return passes.token_statistics(problem, wants, dense), problem.rows
 
 
-token_forward = torch.library.custom_op(add_op_namespace_prefix("token_forward"), _token_forward, mutates_args=())
+# Compiled code must not capture one of them into a CUDA graph and run the other outside of it: the rows of E are those
+# that count in the one case, and all of them in the other.
+_APART = {"tags": [torch.Tag.cudagraph_unsafe]} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
+token_forward = torch.library.custom_op(
+    add_op_namespace_prefix("token_forward"), _token_forward, mutates_args=(), **_APART
+)
 
 
 @token_forward.register_fake
@@ -321,7 +328,9 @@ def _token_backward(
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 
-token_backward = torch.library.custom_op(add_op_namespace_prefix("token_backward"), _token_backward, mutates_args=())
+token_backward = torch.library.custom_op(
+    add_op_namespace_prefix("token_backward"), _token_backward, mutates_args=(), **_APART
+)
 
 
 @token_backward.register_fake

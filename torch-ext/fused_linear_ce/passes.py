@@ -2,7 +2,7 @@
 
 Rows whose target is ignore_index are dropped before anything is projected: NaN in them reaches nothing, and the cost
 follows the rows that count. Dropping them needs their number on the host: one synchronisation a call on an
-accelerator. The forward of the first rows is launched before that wait, so that the device has work meanwhile. While a
+accelerator. Of many tokens the forward of the first is launched before that wait, so that the device has work. While a
 CUDA graph is captured no wait is possible, so every row runs there and the ignored ones are masked instead.
 
 A target outside the vocabulary raises on the CPU. Elsewhere reading it would cost a synchronisation, so its row is
@@ -29,7 +29,6 @@ from .loss import (
 )
 from .plan import ROW_MULTIPLE, Call, Needs, Plan, decide
 
-_SLAB_BYTES = 64 << 20
 _LEAST_EARLY_ROWS = 512
 
 
@@ -195,13 +194,14 @@ class Problem:
             self.backend.forward(x, targets[:early], self.head, wants, stats.rows(0, early), part)
         return stats.rows(0, len(self.rows))
 
-    def forward(self, start: int, stop: int, x: torch.Tensor, wants: Wants, stats: Stats, exps=None) -> None:
-        """Statistics of the rows [start, stop), and with exps their E; the early ones have both."""
+    def forward(self, start: int, stop: int, wants: Wants, stats: Stats, exps=None, x=None) -> None:
+        """Statistics of the rows [start, stop), and with exps their E; the early ones have both. x: theirs, if it is
+        there."""
         new = max(start, min(self.early_rows, stop))
         if new < stop:
+            x = self.x(new, stop) if x is None else x[new - start :]
             part = None if exps is None else exps[new - start :]
-            targets = self.rows.cut_targets(new, stop)
-            self.backend.forward(x[new - start :], targets, self.head, wants, stats.rows(new, stop), part)
+            self.backend.forward(x, self.rows.cut_targets(new, stop), self.head, wants, stats.rows(new, stop), part)
 
     def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.to(self.compute_dtype).to(self.x_dtype).contiguous()
@@ -216,14 +216,17 @@ class Problem:
         return torch.empty(shape, dtype=self.acc, device=self.hidden.device)
 
     def weighted_row_sum(self) -> torch.Tensor:
-        """sum_j w_j W_j, (H,), accumulated without a float copy of the whole weight."""
-        weight, class_weight = self.head.weight, self.head.class_weight
-        total = torch.zeros(weight.shape[1], dtype=self.acc, device=weight.device)
-        step = max(1, _SLAB_BYTES // (weight.shape[1] * self.acc.itemsize))
-        for start in range(0, weight.shape[0], step):
-            slab = weight[start : start + step].to(self.compute_dtype).to(self.acc)
-            total += slab.sum(0) if class_weight is None else class_weight[start : start + step].to(self.acc) @ slab
-        return total
+        """sum_j w_j W_j, (H,), by the GEMM of dX: without a copy of the weight in the accumulation dtype. Of weights w
+        that E's dtype can't hold, what rounding took off is a row of its own, twice."""
+        (vocab, width), class_weight = self.head.weight.shape, self.head.class_weight
+        rest = self.new_accumulator(vocab).fill_(1.0) if class_weight is None else class_weight.to(self.acc)
+        exact = class_weight is None or self.e_dtype == self.acc
+        parts = self.new_exps(1 if exact else 3)
+        for part in parts:
+            rest = rest - part.copy_(rest)
+        out = self.new_accumulator(len(parts), width)
+        self.backend.grad_hidden(parts, self.gradient_weight, self.compute_dtype, out, accumulate=False)
+        return out.sum(0)
 
 
 class GradientSink:
@@ -263,10 +266,11 @@ class GradientSink:
         scaled = torch.empty(x.shape, dtype=e.dtype, device=x.device) if self.needs.weight else None
         factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.t, scaled)
         constant = None if c.d is None else c.d * head.logit_scale
-        if self.needs.hidden:
-            self._add_hidden(e, factor, constant, start, stop)
         if self.needs.weight:
             self._add_weight(e, scaled)
+            del scaled  # before dX needs the memory
+        if self.needs.hidden:
+            self._add_hidden(e, factor, constant, start, stop)
         if self.needs.bias:
             p.backend.grad_bias(e, factor, self.bias)
         if constant is not None and (self.needs.weight or self.needs.bias):
@@ -380,7 +384,7 @@ def loss_and_gradients(
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     for start, stop in p.chunks():
         x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
-        p.forward(start, stop, x, wants, stats, e)
+        p.forward(start, stop, wants, stats, e, x)
         if options.z_loss:
             c = row_coefficients(s.lse, start, stop)
         else:  # made when the device has its first work
@@ -453,9 +457,9 @@ def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult
     rows = p.rows
     kept = min(p.plan.kept_rows, len(rows))
     if kept:
-        p.forward(0, kept, p.x(0, kept), wants, stats, exps[:kept])
+        p.forward(0, kept, wants, stats, exps[:kept])
     for start, stop in p.chunks(kept):
-        p.forward(start, stop, p.x(start, stop), wants, stats)
+        p.forward(start, stop, wants, stats)
 
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
         return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
@@ -515,7 +519,7 @@ def _gradients_by_row(p, needs, stats, c, kept_exps, restore, dx, dw, db) -> Non
     """Chunks of rows over the whole vocabulary: kept rows from their E, the others recomputed."""
     rows, head, vocab = p.rows, p.head, p.head.weight.shape[0]
     kept = min(p.plan.kept_rows, len(rows)) if row_scaled(c, head.softcap) else 0
-    one_gemm = p.call.unsplit_weight and kept == len(rows) and c.d is None  # whether or not it is all tokens
+    one_gemm = kept == len(rows) and p.call.gemm_rounds(kept) and c.d is None
     accumulator = dw if one_gemm or dw.dtype == p.acc or not needs.weight else p.new_accumulator(*dw.shape)
     sink = GradientSink(p, needs, dx, accumulator, db)
     for start, stop in [(0, kept)] if one_gemm else p.chunks(0, kept):
@@ -572,7 +576,8 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
     if needs.hidden and unit is not None:
         dx_sum.mul_(unit.unsqueeze(1))
     if dx_sum is not dx:
-        rows.put(dx_sum, dx, 0, len(rows))
+        for start, stop in p.chunks():
+            rows.put(dx_sum[start:stop], dx, start, stop)
 
 
 def _exact_coefficients(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coefficients, Optional[torch.Tensor]]:

@@ -6,8 +6,7 @@ below this module is told what to do. Units: 1 G = 2 * N * V * H floating-point 
 The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored rows cost nothing in any of them):
 
     none       1 G      forward only: statistics, nothing of size N x V kept
-    forward    3 G      scalar losses of several chunks: a chunk's dX and dW are made while its E is at hand; backward
-                        scales them
+    forward    3 G      scalar losses: a chunk's dX and dW are made while its E is at hand; backward scales them
     backward   3-4 G    E is kept until backward for as many rows as the workspace holds, the other rows' logits are
                         recomputed there: per-token losses; and on accelerators scalar ones of which it holds all
                         rows, whose dW then is one GEMM, without an fp32 accumulator that backward has to scale
@@ -57,7 +56,7 @@ class Plan:
     hidden_size: int
     backend: str  # "eager" | "triton"
     gradients: str  # "none" | "forward" | "backward"
-    chunk_rows: int  # rows whose E (or dlogits) live at once, beside the kept ones, or that leave a kept E at once
+    chunk_rows: int  # rows whose E (or dlogits) live at once, beside the kept ones
     kept_rows: int  # rows whose E lives until backward
     slab: int  # classes per slab of the recomputing backward; vocab = no slabs
     copies_weight: bool  # whether a pass holds a whole copy of the weight in the GEMMs' dtype
@@ -102,12 +101,12 @@ class Call:
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # a chunk's copies of x, one in the accumulation dtype
         # Beside E they are two of the GEMMs' dtype, gathered and scaled, and its dX in the accumulation dtype.
-        x_row = hidden_size * (2 * backends.operand_dtype(self.backend, dtype).itemsize + acc.itemsize)
+        gradient_row = hidden_size * (2 * backends.operand_dtype(self.backend, dtype).itemsize + acc.itemsize)
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
         # stored, but leaves a few partial sums for each tile of at least 64 classes.
         e_row = backends.padded_vocab(self.backend, vocab) * self.exp
         partials = vocab // 3 if self.backend == "triton" else 0
-        self.row = e_row + partials + x_row
+        self.row = e_row + partials + gradient_row
         self.statistics_row = (partials if self.backend == "triton" else e_row) + self.x_row
         device_type = device if isinstance(device, str) else device.type
         least, most = DEFAULT_CHUNK_ACCELERATOR
@@ -118,7 +117,7 @@ class Call:
         # With outputs in the accumulation dtype the output is its own accumulator.
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
         self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
-        # Whether one GEMM over all tokens can leave dW in its own dtype.
+        # Whether a GEMM can leave dW in its own dtype.
         rounds_weight = weight_dtype in (acc, backends.exps_dtype(self.backend, dtype))
         self.unsplit_weight = (
             self.backend == "triton" and needs.weight and rounds_weight and vocab * hidden_size >= LEAST_UNSPLIT
@@ -139,17 +138,21 @@ class Call:
     def budget(self) -> int:
         return self.default_chunk if self.workspace is None else self.workspace
 
+    def gemm_rounds(self, rows: int) -> bool:
+        """Whether one GEMM over these rows can leave dW in its own dtype; of an E below 2^31 elements, which is what
+        libraries are commonly tried with."""
+        return self.unsplit_weight and rows * self.vocab < 1 << 31
+
     def in_one_gemm(self, n_tokens: int) -> bool:
         """Whether E of all tokens fits, so that dW is one GEMM: by default in what the accumulator would take as well,
         which this way does without."""
-        if not (self.unsplit_weight and self.row_scaled):
+        if not self.row_scaled:
             return False
         if self.workspace is None:
             budget = self.default_chunk + self.saved_weight
         else:
             budget = self.workspace - self.acc_weight - self.weights
-        within_32_bits = n_tokens * self.vocab < 1 << 31  # what libraries are commonly tried with
-        return 0 < n_tokens * self.row <= budget and within_32_bits
+        return 0 < n_tokens * self.row <= budget and self.gemm_rounds(n_tokens)
 
     def gradients_in_forward(self, n_tokens: int, constant: bool = False) -> bool:
         """Whether a scalar loss makes its gradients in the forward. constant: dlogits have a constant term (label
@@ -274,8 +277,11 @@ def plan(
     upstream: str = "scalar",
     row_scaled: bool = True,
     workspace: Optional[int] = None,
+    label_smoothing: bool = False,
 ) -> Plan:
     """What a call of these sizes would run. Only computes; print the result to read it.
+
+    A call that torch.compile traces makes the gradients of a scalar loss in the forward, however few the tokens.
 
     Args:
         n_tokens, vocab, hidden_size: N, V, H of the call; N counts all tokens (ignored ones then cost nothing).
@@ -287,6 +293,7 @@ def plan(
         row_scaled: False where the logits' gradient is not E times a factor per row: an entropy gradient, or label
             smoothing together with a softcap.
         workspace: bytes that the call may allocate beyond its outputs; None for the default.
+        label_smoothing: whether the loss has any: its gradient's constant term needs an accumulator.
 
     Returns:
         Plan.
@@ -297,11 +304,11 @@ def plan(
     """
     sizes = {"n_tokens": n_tokens, "vocab": vocab, "hidden_size": hidden_size}
     dtypes = {"dtype": dtype, "hidden_dtype": hidden_dtype or dtype, "weight_dtype": weight_dtype or dtype}
-    validation.check_plan(sizes, dtypes, device_type, needs, upstream)
+    validation.check_plan(sizes, dtypes, device_type, needs, upstream, label_smoothing)
     validation.check_workspace(workspace)
     call = Call(
         vocab, hidden_size, dtype, hidden_dtype or dtype, weight_dtype or dtype, device_type, Needs(*needs),
         row_scaled, workspace,
     )  # fmt: skip
-    scalar = upstream == "scalar"
-    return decide(call, n_tokens, scalar and call.gradients_in_forward(n_tokens), constant=not scalar)
+    in_forward = upstream == "scalar" and call.gradients_in_forward(n_tokens, constant=label_smoothing)
+    return decide(call, n_tokens, in_forward, constant=label_smoothing)

@@ -223,7 +223,7 @@ def check_needs_grad(needs_grad) -> None:
         raise ValueError(f"needs_grad must be three bools, for hidden, weight and bias, got {needs_grad!r}")
 
 
-def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream) -> None:
+def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream, label_smoothing) -> None:
     """plan()'s arguments."""
     for name, size in sizes.items():
         least = 0 if name == "n_tokens" else 1
@@ -237,6 +237,8 @@ def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream) -> None:
     check_needs_grad(needs)
     if upstream not in ("scalar", "token"):
         raise ValueError(f'upstream must be "scalar" or "token", got {upstream!r}')
+    if not isinstance(label_smoothing, bool):
+        raise TypeError(f"label_smoothing of a plan is whether there is any, True or False, got {label_smoothing!r}")
 
 
 def check_grads(grads, outputs: tuple[str, ...], shape: torch.Size) -> None:

@@ -23,5 +23,5 @@ if __name__ == "__main__":
     # collective may still be about to drop a tensor that Python owns, for which it aborts the process, and a training
     # that is done is reported as failed. What holds the group goes first, so that destroying it ends its threads.
     gc.collect()
-    if dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

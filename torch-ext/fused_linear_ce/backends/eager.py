@@ -207,8 +207,10 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    """Where it rounds, a panel at a time: torch makes a copy of its own for that."""
-    source, out = source.view(-1), out.view(-1)
-    step = source.numel() if source.dtype == out.dtype else _PANEL_BYTES // source.element_size()
-    for start in range(0, source.numel(), max(step, 1)):
+    """Where it rounds on a CPU, a panel at a time: torch makes a copy of its own for that."""
+    if source.dtype == out.dtype or source.device.type != "cpu":
+        torch.mul(source, factor, out=out)
+        return
+    source, out, step = source.view(-1), out.view(-1), _PANEL_BYTES // source.element_size()
+    for start in range(0, source.numel(), step):
         torch.mul(source[start : start + step], factor, out=out[start : start + step])

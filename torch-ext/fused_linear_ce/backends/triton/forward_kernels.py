@@ -31,7 +31,7 @@ from .logits import (
     transform,
 )
 
-LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times passes._NUDGE
+LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times base.NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
 
 
