@@ -121,10 +121,12 @@ def _gradients_in_forward(c: _Checked, loss: _Loss, needs: Needs, reduction: str
 
 
 def _loss_forward(c: _Checked, loss: _Loss, needs: Needs, mean: bool, num_items):
-    if num_items is not None and not isinstance(num_items, Tensor):
+    if not mean:
+        num_items = None
+    elif num_items is not None and not isinstance(num_items, Tensor):
         # Filled in on the device: a copy from the host would wait for the device, and not be captured.
         acc = accumulation_dtype(c.compute_dtype)
-        num_items = torch.full((), num_items, dtype=acc, device=c.hidden.device) if mean else None
+        num_items = torch.full((), num_items, dtype=acc, device=c.hidden.device)
     return ops.call(
         ops.loss_forward, c.hidden, c.weight, c.targets, c.bias, loss.class_weight, loss.token_weight, num_items,
         c.ignore_index, c.logit_scale, c.softcap, loss.label_smoothing, loss.z_loss, loss.metrics, mean,
