@@ -1,4 +1,4 @@
-"""passes.py: which rows run, what masks them while a CUDA graph is captured, and the arithmetic around the GEMMs."""
+"""passes.py and rows.py: which rows run, what masks them under capture, and the arithmetic around the GEMMs."""
 
 import pytest
 import torch

@@ -71,7 +71,7 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
 
 def _how(c: _Checked) -> Tensor:
     """How a raw forward ran, for its backward, in a tensor whose values mean nothing: its dtype is what was computed
-    in, its shape says whether rows were masked (passes.capturing; 2: not known) and whether autocast was on."""
+    in, its shape says whether rows were masked (rows.capturing; 2: not known) and whether autocast was on."""
     masked = ops.is_capturing(c.targets)
     return c.hidden.new_empty((2 if masked is None else int(masked), int(c.autocast)), dtype=c.compute_dtype)
 

@@ -311,7 +311,7 @@ def _token_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db); 0-element where not wanted.
 
-    row_index, row_targets: passes.Rows' index and targets, which spare selecting the rows once more. masked: whether
+    row_index, row_targets: rows.Rows' index and targets, which spare selecting the rows once more. masked: whether
     the forward masked its rows, where that is known. restore: leave `exps` as they are found; False only where nobody
     else has them, as in an eager call's own backward.
     """

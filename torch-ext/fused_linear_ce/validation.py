@@ -2,7 +2,7 @@
 
 Checks of shapes, dtypes and options cost nothing and run before anything is computed. Checks of *values* (a target
 outside the vocabulary) would cost a synchronisation on an accelerator, so they run only where the data is on the CPU;
-elsewhere such a row becomes NaN (see passes.py).
+elsewhere such a row becomes NaN (see rows.py).
 """
 
 import math
