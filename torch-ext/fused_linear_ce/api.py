@@ -48,6 +48,10 @@ class _Checked(NamedTuple):
         """(N,) bool: the tokens that count."""
         return self.targets != self.ignore_index
 
+    def shaped(self, values: Tensor) -> Tensor:
+        """(N,) -> targets' shape."""
+        return values if len(self.leading_shape) == 1 else values.reshape(self.leading_shape)
+
 
 def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace, how=None) -> _Checked:
     """how: of a raw backward, _how of its forward; whether autocast is on then does not matter."""
@@ -63,8 +67,9 @@ def _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, wo
     else:
         autocast, compute_dtype = how.shape[1] > 0, how.dtype
     validation.check_compute_dtypes(hidden, weight, bias, autocast)
+    flat = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     return _Checked(
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1).to(torch.int64), bias, ignore_index,
+        flat, weight, targets.flatten().to(torch.int64), bias, ignore_index,
         logit_scale, softcap, compute_dtype, autocast, targets.shape, workspace,
     )  # fmt: skip
 
@@ -162,10 +167,6 @@ def _row_weights(c: _Checked, loss: _Loss) -> tuple[Optional[Tensor], Optional[T
     return target_weight, token_weight
 
 
-def _token_losses(c: _Checked, loss: _Loss, out) -> Tensor:
-    return token_loss(out[0], out[2], out[3], *_row_weights(c, loss), loss.options(c))
-
-
 def fused_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -247,15 +248,17 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
         saved = tuple(gradients)
     else:
         out = _loss_token_forward(c, loss, needs)
-        losses = _token_losses(c, loss, out)
-        count = c.valid.sum()
-        weight_sum = _row_weights(c, loss)[0]
-        weight_sum = None if weight_sum is None else weight_sum.sum()
+        weights = _row_weights(c, loss)
+        losses = token_loss(out[0], out[2], out[3], *weights, loss.options(c))
+        if divide or loss.metrics:
+            count = c.valid.sum()
+            weight_sum = None if weights[0] is None else weights[0].sum()
         if loss.metrics:
-            correct, entropy, nll = out[5].sum(), out[1].detach().sum(), -out[0].detach().sum()
-        saved = (out[1], *out[6:])
+            with torch.no_grad():
+                correct, entropy, nll = out[5].sum(), out[1].sum(), -out[0].sum()
+        saved = (out[2], out[1], *out[6:])
         if reduction == "none":
-            total = losses.reshape(c.leading_shape)
+            total = c.shaped(losses)
         else:
             total = losses.sum()
     metrics = None
@@ -268,7 +271,8 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
         }
     divisor = None
     if divide:
-        divisor = mean_divisor(num_items, count, None if loss.class_weight is None else weight_sum, total.dtype)
+        weight_sum = None if loss.class_weight is None else weight_sum
+        divisor = mean_divisor(num_items, count, weight_sum, total.device, total.dtype)
         total = total / divisor
     return total, metrics, (divisor, saved)
 
@@ -332,7 +336,7 @@ def _named(c: _Checked, names, out) -> LogProbs:
     }
     if "mean_logits" in names:
         values["mean_logits"] = lse.detach() + sum_log_probs.detach() / c.weight.shape[0]
-    return LogProbs(**{name: values[name].reshape(c.leading_shape) for name in names})
+    return LogProbs(**{name: c.shaped(values[name]) for name in names})
 
 
 # The raw pairs: the same passes without autograd, for consumers that write their own torch.autograd.Function (a
@@ -420,7 +424,7 @@ def fused_linear_cross_entropy_backward(
             grads = ops.call(ops.loss_backward, grad, *saved, c.hidden, weight, bias)
         else:
             grad = grad.reshape(-1).expand(c.hidden.shape[0])
-            lse = saved[1] + saved[2]  # max + log_sum
+            lse, *saved = saved
             u = token_loss_upstream(grad, lse, *_row_weights(c, loss), loss.options(c))
             grads = _token_backward(c, needs, u, loss.class_weight, how, saved, loss.row_scaled(c))
     return _shaped(grads, needs, hidden)

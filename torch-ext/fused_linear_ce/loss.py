@@ -63,15 +63,19 @@ def token_loss(log_prob, lse, sum_log_probs, target_weight, token_weight, option
     return loss if token_weight is None else loss * token_weight
 
 
-def mean_divisor(num_items, count: torch.Tensor, class_weight_sum: Optional[torch.Tensor], dtype: torch.dtype):
+def mean_divisor(num_items, count, class_weight_sum: Optional[torch.Tensor], device, dtype: torch.dtype):
     """What "mean" divides by: num_items, the sum of w_y, or the number of tokens that count. 1 where there is nothing
-    to divide, so that the loss of no token is a connected 0."""
+    to divide, so that the loss of no token is a connected 0. count: an int, where the host knows it, or a tensor."""
+    known = isinstance(count, int)
     if num_items is None:
-        if class_weight_sum is None:
-            return count.clamp(min=1)
-        return torch.where(class_weight_sum == 0, 1.0, class_weight_sum)
+        if class_weight_sum is not None:
+            return torch.where(class_weight_sum == 0, 1.0, class_weight_sum)
+        return max(count, 1) if known else count.clamp(min=1)
     if isinstance(num_items, torch.Tensor):
-        return torch.where(count == 0, 1.0, num_items.reshape(()).to(count.device, dtype))
+        num_items = num_items.reshape(()).to(device, dtype)
+        if known:
+            return num_items if count else 1
+        return torch.where(count == 0, 1.0, num_items)
     return num_items if num_items != 0 else (count == 0).to(dtype)
 
 

@@ -89,8 +89,12 @@ def _(
     def new(*shape, dtype=acc):
         return hidden.new_empty(shape, dtype=dtype)
 
+    def scalar(wanted):
+        return () if wanted else (0,)
+
     return (
-        new(), new(), new(dtype=torch.int64), new(dtype=torch.int64), new(), new(),
+        new(), new(*scalar(class_weight is not None)), new(dtype=torch.int64),
+        new(*scalar(metrics), dtype=torch.int64), new(*scalar(metrics)), new(*scalar(metrics)),
         new(*hidden.shape) if needs_hidden else new(0),
         new(*weight.shape) if needs_weight else new(0),
         new(weight.shape[0]) if needs_bias else new(0),
@@ -225,7 +229,7 @@ def _token_forward(
     needs_bias: bool,
     row_scaled: bool,
     workspace: Optional[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """passes.TokenResult for hidden (N, H), weight (V, H), targets (N,)."""
     out, _ = _token_pass(
         hidden, weight, targets, bias, class_weight, ignore_index, logit_scale, softcap, entropy, sum_log_probs,
@@ -272,7 +276,7 @@ def _(
 
     return (
         new(), new(entropy), new(), new(sum_log_probs), new(log_sum_sq), new(is_top1, torch.bool),
-        new(), new(), new(), new(),
+        hidden.new_empty((4, n_tokens), dtype=acc),
         hidden.new_empty(
             passes.kept_exps_shape(call, n_tokens), dtype=backends.exps_dtype(call.backend, compute_dtype)
         ),
@@ -290,10 +294,7 @@ def _token_backward(
     bias: Optional[Tensor],
     class_weight: Optional[Tensor],
     entropy: Tensor,
-    max: Tensor,
-    log_sum: Tensor,
-    target: Tensor,
-    scale: Tensor,
+    saved: Tensor,
     exps: Tensor,
     ignore_index: int,
     logit_scale: float,
@@ -322,9 +323,9 @@ def _token_backward(
         rows = None if row_targets is None else passes.Rows(row_index, None, row_targets)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, False, rows, masked)
         empty = hidden.new_empty(0)
-        saved = passes.TokenResult(empty, entropy, empty, empty, empty, empty, max, log_sum, target, scale, exps)
+        forward = passes.TokenResult(empty, entropy, empty, empty, empty, empty, saved, exps)
         upstream = Upstream(grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs)
-        dx, dw, db = passes.token_gradients(problem, needs, upstream, saved, restore)
+        dx, dw, db = passes.token_gradients(problem, needs, upstream, forward, restore)
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 
@@ -336,7 +337,7 @@ token_backward = torch.library.custom_op(
 @token_backward.register_fake
 def _(
     grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs, hidden, weight, targets, bias, class_weight,
-    entropy, max, log_sum, target, scale, exps, ignore_index, logit_scale, softcap, compute_dtype, needs_hidden,
+    entropy, saved, exps, ignore_index, logit_scale, softcap, compute_dtype, needs_hidden,
     needs_weight, needs_bias, row_scaled, workspace, row_index=None, row_targets=None, masked=None, restore=True,
 ):  # fmt: skip
     acc = accumulation_dtype(compute_dtype)

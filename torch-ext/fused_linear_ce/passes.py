@@ -230,18 +230,11 @@ def row_scaled(c: Coefficients, softcap: Optional[float]) -> bool:
     return c.b is None and (c.d is None or softcap is None)
 
 
-def _live_coefficients(live: Optional[torch.Tensor], c: Coefficients) -> Coefficients:
-    """Zero coefficients in masked rows (only while capturing)."""
-    if live is None:
-        return c
-    return Coefficients(*(None if v is None else torch.where(live, v, torch.zeros_like(v)) for v in c))
-
-
 class LossResult(NamedTuple):
-    """Over the rows that count; gradients of the loss in the accumulation dtype, 0-element where not wanted."""
+    """Over the rows that count; gradients of the loss in the accumulation dtype; 0-element where not wanted."""
 
     loss: torch.Tensor  # summed, or the mean
-    weight_sum: torch.Tensor  # sum of class_weight[target], or the number of rows
+    weight_sum: torch.Tensor  # sum of class_weight[target]; 0-element where there are no class weights
     num_valid: torch.Tensor  # int64
     num_correct: torch.Tensor  # int64
     entropy_sum: torch.Tensor
@@ -270,7 +263,7 @@ def loss_and_gradients(
     dense: a compiled graph expects contiguous outputs; else the (V, H) zeros of a batch without valid tokens are made
     only in the backward, in the weight's dtype.
     """
-    p, acc = problem, problem.acc
+    p, acc, device = problem, problem.acc, problem.hidden.device
     n_tokens, hidden_size = p.hidden.shape
     vocab = p.head.weight.shape[0]
     wants = Wants(entropy=metrics, is_top1=metrics, sum_log_probs=options.label_smoothing > 0)
@@ -281,30 +274,31 @@ def loss_and_gradients(
     target_weight = _target_weight(p.head.class_weight, rows, acc)
 
     def output(wanted: bool, *shape: int, zero: bool):
-        shape = shape if wanted else (0,)
-        return (torch.zeros if zero else torch.empty)(shape, dtype=acc, device=p.hidden.device)
+        shape, zero = (shape, zero) if wanted else ((0,), False)
+        return (torch.zeros if zero else torch.empty)(shape, dtype=acc, device=device)
 
     sink = GradientSink(
         p,
         needs,
         output(needs.hidden, n_tokens, hidden_size, zero=rows.index is not None),
-        _zeros_without_storage(acc, p.hidden.device, vocab, hidden_size)
+        _zeros_without_storage(acc, device, vocab, hidden_size)
         if needs.weight and len(rows) == 0 and not dense
         else output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),
         output(needs.bias, vocab, zero=True),
     )
     weight_sum = p.head.class_weight_sum() if wants.sum_log_probs else None
-    count = _count(rows, p.hidden.device)
-    total_weight = count.to(acc) if target_weight is None else _live_sum(rows, target_weight)
-    divisor = mean_divisor(num_items, count, None if target_weight is None else total_weight, acc) if mean else 1
-    upstream_of_rows = (torch.ones((), dtype=acc, device=p.hidden.device) / divisor).expand(len(rows))
+    target_weight_sum = None if target_weight is None else rows.mask(target_weight).sum()
+    count = len(rows) if rows.live is None else rows.live.sum()
+    divisor = mean_divisor(num_items, count, target_weight_sum, device, acc) if mean else 1
+    # (0 in masked rows, and so are their coefficients)
+    counts = torch.ones(len(rows), dtype=acc, device=device) if rows.live is None else rows.live.to(acc)
+    upstream_of_rows = counts / divisor
 
     def row_coefficients(lse: Optional[torch.Tensor], start: int, stop: int) -> Coefficients:
         parts = (upstream_of_rows, target_weight, token_weight)
         grad, *weights = (None if v is None else v[start:stop] for v in parts)
         upstream = token_loss_upstream(grad, lse, *weights, options)
-        live = None if rows.live is None else rows.live[start:stop]
-        return _live_coefficients(live, coefficients(upstream, weight_sum, grad))
+        return coefficients(upstream, weight_sum, grad)
 
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     for start, stop in p.chunks():
@@ -316,32 +310,26 @@ def loss_and_gradients(
             fixed = row_coefficients(None, 0, len(rows)) if fixed is None else fixed
             c = _cut(fixed, start, stop)
         sink.add_scaled(start, stop, x, e, s, c)
-    log_prob = stats.log_prob
-    lse = stats.lse if options.z_loss else None
-    losses = token_loss(log_prob, lse, stats.sum_log_probs, target_weight, token_weight, options)
     sink.finish_constant()
-    zero = torch.zeros((), dtype=acc, device=p.hidden.device)
+    log_prob = rows.mask(stats.log_prob)
+    lse = rows.mask(stats.lse) if options.z_loss else None
+    sum_log_probs = rows.mask(stats.sum_log_probs) if wants.sum_log_probs else None
+    losses = token_loss(log_prob, lse, sum_log_probs, target_weight, token_weight, options)
+
+    def unwanted(dtype: torch.dtype = acc) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=device)
+
     return LossResult(
-        _live_sum(rows, losses) / divisor,
-        total_weight,
-        count,
-        _live_sum(rows, stats.is_top1) if metrics else torch.zeros_like(count),
-        _live_sum(rows, stats.entropy) if metrics else zero,
-        -_live_sum(rows, log_prob) if metrics else zero.clone(),
+        losses.sum() / divisor,
+        unwanted() if target_weight_sum is None else target_weight_sum,
+        torch.full((), count, dtype=torch.int64, device=device) if rows.live is None else count,
+        rows.mask(stats.is_top1).sum() if metrics else unwanted(torch.int64),
+        rows.mask(stats.entropy).sum() if metrics else unwanted(),
+        -log_prob.sum() if metrics else unwanted(),
         sink.hidden,
         sink.weight,
         sink.bias,
     )
-
-
-def _count(rows: Rows, device: torch.device) -> torch.Tensor:
-    if rows.live is not None:
-        return rows.live.sum()
-    return torch.full((), len(rows), dtype=torch.int64, device=device)
-
-
-def _live_sum(rows: Rows, values: torch.Tensor) -> torch.Tensor:
-    return (values if rows.live is None else torch.where(rows.live, values, torch.zeros_like(values))).sum()
 
 
 def _target_weight(class_weight: Optional[torch.Tensor], rows: Rows, dtype: torch.dtype):
@@ -349,7 +337,8 @@ def _target_weight(class_weight: Optional[torch.Tensor], rows: Rows, dtype: torc
 
 
 class TokenResult(NamedTuple):
-    """Per token, (N,), zero where ignored; 0-element where not wanted. The last five are for the backward."""
+    """Per token, (N,), zero where ignored; 0-element where not wanted. The last two are for the backward, and have the
+    rows that run in front."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
@@ -357,10 +346,7 @@ class TokenResult(NamedTuple):
     sum_log_probs: torch.Tensor
     log_sum_sq: torch.Tensor
     is_top1: torch.Tensor
-    max: torch.Tensor
-    log_sum: torch.Tensor
-    target: torch.Tensor
-    scale: torch.Tensor
+    saved: torch.Tensor  # Stats.saved: (4, R), or (4, N) with zeros behind those
     exps: torch.Tensor  # (kept rows, padded V)
 
 
@@ -372,7 +358,8 @@ def kept_exps_shape(call: Call, n_tokens: int) -> tuple[int, int]:
 def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult:
     """Forward of everything per token: 1 G, and E of the plan's kept rows.
 
-    dense: an operator's outputs are to be determined; else what belongs to no row of E is whatever memory held.
+    dense: an operator's outputs are to be determined, and of shapes that do not depend on the number of rows that run;
+    else what belongs to no row of E is whatever memory held.
     """
     p, device = problem, problem.hidden.device
     n_tokens, vocab = p.hidden.shape[0], p.head.weight.shape[0]
@@ -389,8 +376,11 @@ def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
         return torch.empty(0, dtype=kind, device=device) if values is None else rows.scatter(values, n_tokens)
 
+    saved = stats.saved
     if dense:
-        stats.scale[kept:] = 0.0
+        saved = saved.new_zeros(4, n_tokens)
+        saved[:, : len(rows)] = stats.saved
+        saved[3, kept:] = 0.0
         kept_buffer[kept:] = 0.0
         kept_buffer[:, vocab:] = 0.0
     return TokenResult(
@@ -400,10 +390,7 @@ def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult
         per_token(stats.sum_log_probs),
         per_token(stats.log_sum_sq),
         per_token(stats.is_top1, torch.bool),
-        per_token(stats.max),
-        per_token(stats.log_sum),
-        per_token(stats.target),
-        per_token(stats.scale),
+        saved,
         kept_buffer,
     )
 
@@ -417,16 +404,14 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     vocab = head.weight.shape[0]
     upstream = Upstream(*(None if u is None else rows.take(u).to(p.acc) for u in upstream))
     entropy = rows.take(saved.entropy) if upstream.entropy is not None else None
-    max_, log_sum, target, scale = (rows.take(t) for t in (saved.max, saved.log_sum, saved.target, saved.scale))
-    stats = Stats(max_, log_sum, target, scale, entropy, None, None, None)
+    stats = Stats(saved.saved, entropy, None, None, None).rows(0, len(rows))
     weight_sum = head.class_weight_sum() if upstream.sum_log_probs is not None else None
-    c = _live_coefficients(rows.live, coefficients(upstream, weight_sum, log_sum))
-    if rows.live is not None:
-        stats.scale = torch.where(rows.live, stats.scale, 1.0)  # finite beside the zero coefficients of masked rows
+    c = coefficients(upstream, weight_sum, stats.log_sum)
     hidden_size, device, empty = p.hidden.shape[1], p.hidden.device, len(rows) == 0
 
     def output(wanted: bool, zero: bool, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return (torch.zeros if zero else torch.empty)(shape if wanted else (0,), dtype=dtype, device=device)
+        shape, zero = (shape, zero) if wanted else ((0,), False)
+        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
 
     dx = output(needs.hidden, empty or rows.index is not None, p.hidden.dtype, *p.hidden.shape)
     dw = output(needs.weight, empty, p.weight_dtype, vocab, hidden_size)

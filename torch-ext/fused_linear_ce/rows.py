@@ -37,11 +37,15 @@ class Rows:
             return None
         if self.index is not None:
             return tensor.index_select(0, self.index[start:stop])
-        part = tensor[start:stop]
+        part = tensor if start == 0 and stop in (None, len(self)) else tensor[start:stop]
         if self.live is None:
             return part
         live = self.live[start:stop]
-        return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, torch.zeros_like(part))
+        return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, False)  # (a zero of any dtype)
+
+    def mask(self, values: torch.Tensor) -> torch.Tensor:
+        """(R,) -> (R,), zero in the rows that do not count."""
+        return values if self.live is None else torch.where(self.live, values, False)
 
     def put(self, values: torch.Tensor, out: torch.Tensor, start: int = 0, stop: Optional[int] = None) -> None:
         """The inverse of take; the rows of `out` that did not run are left alone."""
@@ -52,10 +56,8 @@ class Rows:
 
     def scatter(self, values: torch.Tensor, n_tokens: int) -> torch.Tensor:
         """(R,) -> (N,), zero in the rows that did not run or do not count."""
-        if self.live is not None:
-            return torch.where(self.live, values, torch.zeros_like(values))
         if self.index is None:
-            return values
+            return self.mask(values)
         return values.new_zeros(n_tokens).index_copy_(0, self.index, values)
 
 
@@ -74,7 +76,7 @@ def select_rows(targets: torch.Tensor, ignore_index: int, vocab: int, masked: bo
     index = live = None
     if masked:
         live = keep
-        targets = torch.where(live, targets, torch.zeros_like(targets))
+        targets = torch.where(live, targets, 0)
     else:
         count = int(keep.sum())
         if count < targets.shape[0]:

@@ -74,33 +74,41 @@ class Selection(NamedTuple):
 
 @dataclass
 class Stats:
-    """Per-token statistics, each (R,), in the accumulation dtype (is_top1: bool); None where not wanted."""
+    """Per-token statistics, each (R,), in the accumulation dtype (is_top1: bool); None where not wanted.
 
-    max: torch.Tensor
-    log_sum: torch.Tensor  # log sum exp(z - max): kept apart from max so that a common offset costs no digits
-    target: torch.Tensor  # z_y - max
-    scale: torch.Tensor  # exp(c - lse), see above; only written where exps are stored
+    saved, (4, R), is one allocation for what every backward reads:
+        max
+        log_sum   log sum exp(z - max): kept apart from max so that a common offset costs no digits
+        target    z_y - max
+        scale     exp(c - lse), see above; only written where exps are stored
+    """
+
+    saved: torch.Tensor
     entropy: Optional[torch.Tensor]
     sum_log_probs: Optional[torch.Tensor]  # sum_j w_j log p_j
     log_sum_sq: Optional[torch.Tensor]  # log sum_j p_j^2
     is_top1: Optional[torch.Tensor]
 
+    def __post_init__(self):
+        self.max, self.log_sum, self.target, self.scale = self.saved.unbind(0)
+
     @classmethod
     def empty(cls, rows: int, wants: Wants, dtype: torch.dtype, device: torch.device) -> "Stats":
-        def new(wanted: bool = True, kind: torch.dtype = dtype):
+        def new(wanted: bool, kind: torch.dtype = dtype):
             return torch.empty(rows, dtype=kind, device=device) if wanted else None
 
+        # Each of the four begins at whole 16 bytes: Triton compiles a kernel once more for pointers that do not.
+        saved = torch.empty((4, -(-rows // 4) * 4), dtype=dtype, device=device)[:, :rows]
         return cls(
-            new(), new(), new(), new(), new(wants.entropy), new(wants.sum_log_probs), new(wants.log_sum_sq),
-            new(wants.is_top1, torch.bool),
-        )  # fmt: skip
+            saved, new(wants.entropy), new(wants.sum_log_probs), new(wants.log_sum_sq), new(wants.is_top1, torch.bool)
+        )
 
     def rows(self, start: int, stop: int) -> "Stats":
         """Views of the rows [start, stop): what a chunk writes into."""
-        if start == 0 and stop == self.max.shape[0]:
+        if start == 0 and stop == self.saved.shape[1]:
             return self
         parts = (getattr(self, f.name) for f in fields(self))
-        return Stats(*(None if p is None else p[start:stop] for p in parts))
+        return Stats(*(None if p is None else p[..., start:stop] for p in parts))
 
     @property
     def log_prob(self) -> torch.Tensor:

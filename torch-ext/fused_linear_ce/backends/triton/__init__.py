@@ -8,7 +8,6 @@ import contextlib
 from typing import Optional
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,6 +19,11 @@ from . import tuning
 
 _LARGE_SOFTCAP = 100.0
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _cdiv(size: int, block: int) -> int:
+    """triton.cdiv, which takes a microsecond or two on the host: it is made for kernels too."""
+    return -(-size // block)
 
 
 def _guard(tensor: torch.Tensor):
@@ -76,8 +80,8 @@ class _Launch:
         aligned = weight.dtype == x.dtype and _describable(x) and _describable(weight)
         aligned = aligned and (out is None or _describable(out))
         self.tiles = t = tiles or tuning.tiles(x.device, x.dtype, self.hidden_size, aligned, out is not None)
-        self.row_tiles = triton.cdiv(self.rows, t.rows)
-        self.column_tiles = triton.cdiv(self.vocab, t.columns)
+        self.row_tiles = _cdiv(self.rows, t.rows)
+        self.column_tiles = _cdiv(self.vocab, t.columns)
         programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
         self.grid = (programs,)
         self.bias = x if head.bias is None else head.bias.contiguous()  # x: a pointer that the kernel will not read
@@ -148,7 +152,7 @@ def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head, scratch: torc
     """Writes c_i of forward_kernels.py into the scratch."""
     rows = 8
     weight = head.weight
-    fwd.reference_kernel[(triton.cdiv(x.shape[0], rows),)](
+    fwd.reference_kernel[(_cdiv(x.shape[0], rows),)](
         x, weight, x if head.bias is None else head.bias.contiguous(), targets, scratch,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
@@ -207,7 +211,7 @@ def forward(
                 how.x, how.weight, how.bias, targets, how.class_weight, scratch, how.out, partials,
                 *how.sizes, plane, *how.strides, *how.scalars, STORE=store, **extra, **asked, **how.flags,
             )  # fmt: skip
-            fwd.combine_kernel[(triton.cdiv(rows, block),)](
+            fwd.combine_kernel[(_cdiv(rows, block),)](
                 targets, scratch, partials, *outputs, rows, launch.column_tiles, plane,
                 fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
                 ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
@@ -222,7 +226,7 @@ def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Te
     block = 4
     if rows:
         with _guard(e):
-            bwd.finish_kernel[(triton.cdiv(rows, block),)](
+            bwd.finish_kernel[(_cdiv(rows, block),)](
                 e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), t.contiguous(),
                 factor, x if scaled is None else scaled, rows, hidden_size, e.stride(0), x.stride(0),
                 head.logit_scale, 1.0 if head.softcap is None else head.softcap, NUDGE[torch.float32],
@@ -268,7 +272,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: boo
         return
     (m, k), n = a.shape, b.shape[1]
     size, depth = (16, 16) if a.device.type == "cpu" else (128, 32)
-    row_tiles, column_tiles = triton.cdiv(m, size), triton.cdiv(n, size)
+    row_tiles, column_tiles = _cdiv(m, size), _cdiv(n, size)
     with _guard(a):
         bwd.matmul_kernel[(row_tiles * column_tiles,)](
             a, b, out, m, n, k, row_tiles, column_tiles,
@@ -293,7 +297,7 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
 
     (rows, vocab), hidden_size = e.shape, x.shape[1]
     classes, width = tuning.weight_tile(hidden_size)
-    class_tiles, width_tiles = triton.cdiv(vocab, classes), triton.cdiv(hidden_size, width)
+    class_tiles, width_tiles = _cdiv(vocab, classes), _cdiv(hidden_size, width)
     programs = min(tuning.multiprocessors(e.device), class_tiles * width_tiles)
     with _guard(e):
         hopper.weight_kernel[(programs,)](
@@ -307,7 +311,7 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         return
     block = 32 if e.device.type == "cpu" else 128
     with _guard(e):
-        bwd.column_sum_kernel[(triton.cdiv(e.shape[1], block),)](
+        bwd.column_sum_kernel[(_cdiv(e.shape[1], block),)](
             e, scale, out, e.shape[0], e.shape[1], e.stride(0), ROWS=32, COLUMNS=block, num_warps=4
         )
 
@@ -316,4 +320,4 @@ def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None
     block = 1024
     if source.numel():
         with _guard(source):
-            bwd.scale_kernel[(triton.cdiv(source.numel(), block),)](source, factor, out, source.numel(), BLOCK=block)
+            bwd.scale_kernel[(_cdiv(source.numel(), block),)](source, factor, out, source.numel(), BLOCK=block)
