@@ -320,7 +320,8 @@ def _token_backward(
     call = make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace)
     with _isolated(hidden.device.type):
         head = Head(weight, bias, logit_scale, softcap, class_weight, compute_dtype)
-        rows = None if row_targets is None else passes.Rows(row_index, None, row_targets)
+        live = targets != ignore_index if masked else None
+        rows = None if row_targets is None else passes.Rows(row_index, live, row_targets)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, False, rows, masked)
         empty = hidden.new_empty(0)
         forward = passes.TokenResult(empty, entropy, empty, empty, empty, empty, saved, exps)
@@ -351,7 +352,7 @@ def _(
 def _token_setup(ctx, inputs, output, rows: Optional[passes.Rows] = None) -> None:
     hidden, weight, targets, bias, class_weight = inputs[:5]
     ctx.masked = None if rows is None else rows.live is not None
-    selected = (rows.index, rows.targets) if ctx.masked is False else (None, None)
+    selected = (None, None) if rows is None else (rows.index, rows.targets)
     ctx.save_for_backward(hidden, weight, targets, bias, class_weight, output[1], *output[6:], *selected)
     ctx.options = (*inputs[5:8], *inputs[12:])
     ctx.wants_entropy, ctx.wants_sum = inputs[8:10]

@@ -18,7 +18,7 @@ from .loss import (
     token_loss_upstream,
 )
 from .plan import ROW_MULTIPLE, Call, Needs, Plan, decide
-from .rows import Rows, capturing, select_rows
+from .rows import Rows, capturing, cut, select_rows
 
 _LEAST_EARLY_ROWS = 512
 
@@ -44,7 +44,7 @@ class Problem:
         """rows, masked: of a backward, what the forward has selected, or whether it masked them; else the rows are
         selected here, and masked while a CUDA graph is captured."""
         # Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign.
-        hidden = hidden.resolve_neg()
+        hidden = hidden.resolve_neg() if hidden.is_neg() else hidden
         head = head._replace(
             **{f: t.resolve_neg() for f, t in head._asdict().items() if isinstance(t, torch.Tensor) and t.is_neg()}
         )
@@ -124,8 +124,8 @@ class Problem:
         there."""
         new = max(start, min(self.early_rows, stop))
         if new < stop:
-            x = self.x(new, stop) if x is None else x[new - start :]
-            part = None if exps is None else exps[new - start :]
+            x = self.x(new, stop) if x is None else cut(x, new - start, stop - start)
+            part = None if exps is None else cut(exps, new - start, stop - start)
             self.backend.forward(x, self.rows.cut_targets(new, stop), self.head, wants, stats.rows(new, stop), part)
 
     def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class GradientSink:
     def _add_hidden(self, e: torch.Tensor, factor: Optional[torch.Tensor], constant, start: int, stop: int) -> None:
         """dX of a chunk: factor * (e @ weight) + constant * (sum_j w_j W_j), rounded where it ends up."""
         p, width = self.problem, self.hidden.shape[1]
-        place = self.hidden[start:stop] if p.rows.index is None else None
+        place = cut(self.hidden, start, stop) if p.rows.index is None else None
         in_place = place is not None and place.dtype == p.acc
         out = place if in_place else p.new_accumulator(stop - start, width)
         p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
@@ -296,13 +296,13 @@ def loss_and_gradients(
 
     def row_coefficients(lse: Optional[torch.Tensor], start: int, stop: int) -> Coefficients:
         parts = (upstream_of_rows, target_weight, token_weight)
-        grad, *weights = (None if v is None else v[start:stop] for v in parts)
+        grad, *weights = (None if v is None else cut(v, start, stop) for v in parts)
         upstream = token_loss_upstream(grad, lse, *weights, options)
         return coefficients(upstream, weight_sum, grad)
 
     fixed = None  # the coefficients of all rows: only z-loss's depend on the statistics
     for start, stop in p.chunks():
-        x, s, e = p.x(start, stop), stats.rows(start, stop), buffer[: stop - start]
+        x, s, e = p.x(start, stop), stats.rows(start, stop), cut(buffer, 0, stop - start)
         p.forward(start, stop, wants, stats, e, x)
         if options.z_loss:
             c = row_coefficients(s.lse, start, stop)
@@ -369,7 +369,7 @@ def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult
     rows = p.rows
     kept = min(p.plan.kept_rows, len(rows))
     if kept:
-        p.forward(0, kept, wants, stats, exps[:kept])
+        p.forward(0, kept, wants, stats, cut(exps, 0, kept))
     for start, stop in p.chunks(kept):
         p.forward(start, stop, wants, stats)
 
@@ -520,6 +520,4 @@ def _in_units(x: torch.Tensor, unit: Optional[torch.Tensor], dtype: torch.dtype)
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:
-    if stop - start == c.a.shape[0]:
-        return c
-    return Coefficients(*(None if v is None else v[start:stop] for v in c))
+    return Coefficients(*(None if v is None else cut(v, start, stop) for v in c))

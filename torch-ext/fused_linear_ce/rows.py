@@ -17,6 +17,12 @@ import torch
 from . import validation
 
 
+def cut(tensor: torch.Tensor, start: int, stop: Optional[int]) -> torch.Tensor:
+    """tensor[start:stop]; itself where that is all of it, since a view takes the host longer than this comparison."""
+    whole = start == 0 and (stop is None or stop >= tensor.shape[0])
+    return tensor if whole else tensor[start:stop]
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows that run. index: their positions, None for all. live: while capturing, which of them count."""
@@ -29,18 +35,18 @@ class Rows:
         return self.targets.shape[0]
 
     def cut_targets(self, start: int, stop: int) -> torch.Tensor:
-        return self.targets if stop - start == len(self) else self.targets[start:stop]
+        return cut(self.targets, start, stop)
 
     def take(self, tensor: Optional[torch.Tensor], start: int = 0, stop: Optional[int] = None):
         """The rows [start, stop) of a tensor of all N tokens; masked rows read as zero."""
         if tensor is None:
             return None
         if self.index is not None:
-            return tensor.index_select(0, self.index[start:stop])
-        part = tensor if start == 0 and stop in (None, len(self)) else tensor[start:stop]
+            return tensor.index_select(0, cut(self.index, start, stop))
+        part = cut(tensor, start, stop)
         if self.live is None:
             return part
-        live = self.live[start:stop]
+        live = cut(self.live, start, stop)
         return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, False)  # (a zero of any dtype)
 
     def mask(self, values: torch.Tensor) -> torch.Tensor:
