@@ -1,6 +1,5 @@
 """plan.py: which way a call runs, in G and bytes, from its sizes alone."""
 
-import functools
 import itertools
 import re
 import types
@@ -140,7 +139,6 @@ class TestWhichWay:
         monkeypatch.setattr(backends, "HAS_TRITON", True)
         majors = {0: backends.MIN_CAPABILITY - 1, 1: backends.MIN_CAPABILITY}
         current = [0]
-        monkeypatch.setattr(backends, "_is_capable_cached", functools.cache(backends._is_capable))
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(

@@ -20,11 +20,12 @@ from . import backends, passes
 from ._ops import add_op_namespace_prefix
 from .backends.base import Head, Wants, accumulation_dtype
 from .loss import LossOptions, Upstream
-from .plan import Call, Needs
+from .plan import Call, Needs, known_call
 
 
 def make_call(hidden, weight, compute_dtype, needs, row_scaled, workspace) -> Call:
-    return Call(
+    traced = torch.compiler.is_compiling() or any(type(size) is not int for size in weight.shape)
+    return (Call if traced else known_call)(
         weight.shape[0], weight.shape[1], compute_dtype, hidden.dtype, weight.dtype, hidden.device,
         Needs(*needs), row_scaled, workspace,
     )  # fmt: skip

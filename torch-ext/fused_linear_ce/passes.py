@@ -17,7 +17,7 @@ from .loss import (
     token_loss,
     token_loss_upstream,
 )
-from .plan import ROW_MULTIPLE, Call, Needs, Plan, decide
+from .plan import ROW_MULTIPLE, Call, Needs, Plan, known_plan
 from .rows import Rows, capturing, cut, select_rows
 
 _LEAST_EARLY_ROWS = 512
@@ -50,7 +50,7 @@ class Problem:
         )
         weight, compute_dtype = head.weight, head.compute_dtype
         self.call = call
-        self.plan: Plan = decide(call, hidden.shape[0], in_forward)
+        self.plan: Plan = known_plan(call, hidden.shape[0], in_forward)
         self.backend = backends.load(self.plan.backend)
         self.x_dtype = backends.operand_dtype(self.plan.backend, compute_dtype)
         self.e_dtype = backends.exps_dtype(self.plan.backend, compute_dtype)

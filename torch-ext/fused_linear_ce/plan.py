@@ -13,6 +13,7 @@ The ways to run ("E" is a chunk's exponentials, see backends/base.py; ignored ro
     backward, slabs 4 G little workspace: backward goes slab by slab of classes and needs no (V, H) accumulator
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
 
@@ -262,6 +263,11 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
         whole = call.acc_weight + call.weights + 2 * MIN_ROWS * call.row
         raise validation.workspace_too_small(call.workspace, min(whole, acc_hidden + rows * call.x_row + per_class))
     return result("backward", rows, 0, slab, False, gemms + 1, acc_hidden + rows * call.x_row + slab * per_class)
+
+
+# A training loop asks for the same sizes again and again, several times a call; an answer takes the host up to 10 us.
+known_call = functools.lru_cache(maxsize=256)(Call)
+known_plan = functools.lru_cache(maxsize=256)(decide)
 
 
 def plan(

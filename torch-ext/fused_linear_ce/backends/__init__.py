@@ -3,7 +3,7 @@
 import functools
 import importlib
 import importlib.util
-from typing import Optional, Union
+from typing import Union
 
 import torch
 
@@ -24,19 +24,11 @@ def choose(device: Union[torch.device, str], float64: bool) -> str:
     device_type, index = (device, None) if isinstance(device, str) else (device.type, device.index)
     if float64 or device_type not in TRITON_DEVICES or not HAS_TRITON:
         return "eager"
-    if device_type == "cuda" and torch.version.hip is None:
-        # torch takes some microseconds to answer. (torch.compile folds it into a constant, and warns of caches.)
-        asked_once = index is not None and not torch.compiler.is_compiling()
-        return "triton" if (_is_capable_cached if asked_once else _is_capable)(index) else "eager"
+    if device_type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        # (get_device_properties, which torch.compile folds into a constant)
+        properties = torch.cuda.get_device_properties(index)
+        return "triton" if properties.major >= MIN_CAPABILITY else "eager"
     return "triton"
-
-
-def _is_capable(index: Optional[int]) -> bool:
-    """Of a CUDA device, None for the current one."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_properties(index).major >= MIN_CAPABILITY
-
-
-_is_capable_cached = functools.cache(_is_capable)
 
 
 @functools.cache
