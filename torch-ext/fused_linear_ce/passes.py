@@ -27,6 +27,11 @@ def _selects_on_device(plan: Plan, targets: torch.Tensor) -> bool:
     return plan.backend == "triton" and targets.device.type != "cpu"
 
 
+def _resolved(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign."""
+    return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
+
+
 class Problem:
     """One call's tensors, head and plan, and the backend that runs it."""
 
@@ -43,12 +48,9 @@ class Problem:
     ):
         """rows, masked: of a backward, what the forward has selected, or whether it masked them; else the rows are
         selected here, and masked while a CUDA graph is captured."""
-        # Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign.
-        hidden = hidden.resolve_neg() if hidden.is_neg() else hidden
-        head = head._replace(
-            **{f: t.resolve_neg() for f, t in head._asdict().items() if isinstance(t, torch.Tensor) and t.is_neg()}
-        )
-        weight, compute_dtype = head.weight, head.compute_dtype
+        hidden, weight, bias, class_weight = map(_resolved, (hidden, head.weight, head.bias, head.class_weight))
+        head = head._replace(weight=weight, bias=bias, class_weight=class_weight)
+        compute_dtype = head.compute_dtype
         self.call = call
         self.plan: Plan = known_plan(call, hidden.shape[0], in_forward)
         self.backend = backends.load(self.plan.backend)
@@ -58,12 +60,14 @@ class Problem:
         self.hidden, self.compute_dtype, self.weight_dtype = hidden, compute_dtype, weight.dtype
         vocab = weight.shape[0]
         self.selection, self._rows = None, rows
+        self.early_rows = 0
         if rows is None:
             if masked is False and capturing(targets):
                 raise validation.captured_alone()
             masked = capturing(targets) if masked is None else masked
             if not masked and _selects_on_device(self.plan, targets):
-                self.selection = self.backend.select(targets, ignore_index, vocab)
+                self.early_rows = self._most_early_rows()
+                self.selection = self.backend.select(targets, ignore_index, vocab, self.early_rows > 0)
             else:
                 self._rows = select_rows(targets, ignore_index, vocab, masked)
         copy = self.plan.copies_weight and (self.early_rows or len(self.rows) > 0)
@@ -79,14 +83,11 @@ class Problem:
             self._rows = Rows(None if kept == len(targets) else index[:kept], None, targets[:kept])
         return self._rows
 
-    @property
-    def early_rows(self) -> int:
+    def _most_early_rows(self) -> int:
         """Rows whose forward is launched before their number is known: a quarter of the tokens at most, since it is in
         vain where fewer count; none where that would be few anyway."""
         quarter = self.hidden.shape[0] // (4 * ROW_MULTIPLE) * ROW_MULTIPLE
-        if self.selection is None or quarter < _LEAST_EARLY_ROWS:
-            return 0
-        return min(quarter, self.plan.kept_rows or self.plan.chunk_rows)
+        return 0 if quarter < _LEAST_EARLY_ROWS else min(quarter, self.plan.kept_rows or self.plan.chunk_rows)
 
     @property
     def gradient_weight(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
 
 The Triton backend has one more, so that a call can give the device work before the host knows how many rows count:
 
-    select(targets, ignore_index, vocab) -> Selection
+    select(targets, ignore_index, vocab, early) -> Selection    early: whether there will be such work
 
 A target of -1 marks a row without a class: its statistics are NaN.
 """
@@ -98,10 +98,12 @@ class Stats:
             return torch.empty(rows, dtype=kind, device=device) if wanted else None
 
         # Each of the four begins at whole 16 bytes: Triton compiles a kernel once more for pointers that do not.
-        saved = torch.empty((4, -(-rows // 4) * 4), dtype=dtype, device=device)[:, :rows]
+        stride = -(-rows // 4) * 4
+        saved = torch.empty((4, stride), dtype=dtype, device=device)
         return cls(
-            saved, new(wants.entropy), new(wants.sum_log_probs), new(wants.log_sum_sq), new(wants.is_top1, torch.bool)
-        )
+            saved if stride == rows else saved[:, :rows],
+            new(wants.entropy), new(wants.sum_log_probs), new(wants.log_sum_sq), new(wants.is_top1, torch.bool),
+        )  # fmt: skip
 
     def rows(self, start: int, stop: int) -> "Stats":
         """Views of the rows [start, stop): what a chunk writes into."""

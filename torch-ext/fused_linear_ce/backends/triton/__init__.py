@@ -124,9 +124,9 @@ class _Launch:
         }
 
 
-def select(targets: torch.Tensor, ignore_index: int, vocab: int) -> Selection:
-    """See base.py. The number of rows is copied to the host in the background; reading it waits for that copy alone,
-    not for what was launched since."""
+def select(targets: torch.Tensor, ignore_index: int, vocab: int, early: bool = False) -> Selection:
+    """See base.py. With early, the number of rows is copied to the host in the background; reading it waits for that
+    copy alone, not for what was launched since."""
     tokens, device = targets.shape[0], targets.device
     index, classes = torch.empty((2, tokens), dtype=torch.int64, device=device).unbind(0)
     count = torch.empty(1, dtype=torch.int32, device=device)
@@ -134,7 +134,7 @@ def select(targets: torch.Tensor, ignore_index: int, vocab: int) -> Selection:
         fwd.select_kernel[(1,)](
             targets.contiguous(), index, classes, count, tokens, ignore_index, vocab, BLOCK=4096, num_warps=8
         )
-        if device.type == "cpu":
+        if not early or device.type == "cpu":
             return Selection(index, classes, count.item)
         on_host = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
         on_host.copy_(count, non_blocking=True)
