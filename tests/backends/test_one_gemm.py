@@ -114,9 +114,11 @@ def test_no_accumulator_of_the_weights_size(kernel, where, accumulators):
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
-def test_rows_are_selected_once(kernel, where, monkeypatch, ignored):
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_are_selected_once(kernel, where, monkeypatch, ignored, captured):
     """The backward knows them from the forward."""
     passes, selected = submodule(kernel, "passes"), []
+    monkeypatch.setattr(passes, "capturing", lambda t: captured)
     backend = submodule(kernel, "backends.triton")
     for module, name in ((passes, "select_rows"), (backend, "select")):
         original = getattr(module, name)

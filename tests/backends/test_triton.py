@@ -366,14 +366,15 @@ class TestSelect:
     @pytest.mark.parametrize("ignore_index", [-100, 3, 2**40])
     @pytest.mark.parametrize("tokens", [1, 31, 4096, 5000])
     @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-    def test_against_nonzero(self, where, backend, tokens, ignore_index, share):
+    @pytest.mark.parametrize("early", [False, True])
+    def test_against_nonzero(self, where, backend, tokens, ignore_index, share, early):
         vocab = 50
         generator = torch.Generator().manual_seed(tokens)
         targets = torch.randint(0, vocab, (tokens,), generator=generator)
         targets[targets == ignore_index] = 4
         targets[torch.rand(tokens, generator=generator) >= share] = ignore_index
         expected = (targets != ignore_index).nonzero().squeeze(1)
-        index, classes, count = backend.select(targets.to(where.device), ignore_index, vocab)
+        index, classes, count = backend.select(targets.to(where.device), ignore_index, vocab, early)
         kept = count()
         assert kept == len(expected)
         assert torch.equal(index[:kept].cpu(), expected)

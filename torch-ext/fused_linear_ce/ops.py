@@ -324,10 +324,8 @@ def _token_backward(
         live = targets != ignore_index if masked else None
         rows = None if row_targets is None else passes.Rows(row_index, live, row_targets)
         problem = passes.Problem(hidden, head, targets, ignore_index, call, False, rows, masked)
-        empty = hidden.new_empty(0)
-        forward = passes.TokenResult(empty, entropy, empty, empty, empty, empty, saved, exps)
         upstream = Upstream(grad_log_probs, grad_entropy, grad_lse, grad_sum_log_probs)
-        dx, dw, db = passes.token_gradients(problem, needs, upstream, forward, restore)
+        dx, dw, db = passes.token_gradients(problem, needs, upstream, entropy, saved, exps, restore)
         return dx, dw, db if bias is None else db.to(bias.dtype)
 
 

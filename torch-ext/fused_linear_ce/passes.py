@@ -396,16 +396,25 @@ def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult
     )
 
 
-def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: TokenResult, restore: bool):
+def token_gradients(
+    problem: Problem,
+    needs: Needs,
+    upstream: Upstream,
+    entropy: torch.Tensor,
+    saved: torch.Tensor,
+    exps: torch.Tensor,
+    restore: bool,
+):
     """(dX, dW, db) in the dtypes of hidden, weight and bias for per-token upstream gradients; 0-element if not wanted.
 
-    Rows whose E was kept need two GEMMs, the others three. restore: leave saved.exps as they were found.
+    entropy, saved, exps: TokenResult's. Rows whose E was kept need two GEMMs, the others three. restore: leave exps as
+    they were found.
     """
     p, rows, plan, head = problem, problem.rows, problem.plan, problem.head
     vocab = head.weight.shape[0]
     upstream = Upstream(*(None if u is None else rows.take(u).to(p.acc) for u in upstream))
-    entropy = rows.take(saved.entropy) if upstream.entropy is not None else None
-    stats = Stats(saved.saved, entropy, None, None, None).rows(0, len(rows))
+    stats = Stats(saved, None, None, None, None).rows(0, len(rows))
+    stats.entropy = rows.take(entropy) if upstream.entropy is not None else None
     weight_sum = head.class_weight_sum() if upstream.sum_log_probs is not None else None
     c = coefficients(upstream, weight_sum, stats.log_sum)
     hidden_size, device, empty = p.hidden.shape[1], p.hidden.device, len(rows) == 0
@@ -422,7 +431,7 @@ def token_gradients(problem: Problem, needs: Needs, upstream: Upstream, saved: T
     if plan.slab < vocab:
         _gradients_by_slab(p, needs, stats, c, dx, dw, db)
     else:
-        _gradients_by_row(p, needs, stats, c, saved.exps, restore, dx, dw, db)
+        _gradients_by_row(p, needs, stats, c, exps, restore, dx, dw, db)
     return dx, dw, db
 
 

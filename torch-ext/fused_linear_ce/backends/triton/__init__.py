@@ -77,9 +77,11 @@ class _Launch:
         weight = head.weight
         self.rows, self.hidden_size = x.shape
         self.vocab = weight.shape[0]
-        aligned = weight.dtype == x.dtype and _describable(x) and _describable(weight)
-        aligned = aligned and (out is None or _describable(out))
-        self.tiles = t = tiles or tuning.tiles(x.device, x.dtype, self.hidden_size, aligned, out is not None)
+        if tiles is None:
+            aligned = weight.dtype == x.dtype and _describable(x) and _describable(weight)
+            aligned = aligned and (out is None or _describable(out))
+            tiles = tuning.tiles(x.device, x.dtype, self.hidden_size, aligned, out is not None)
+        self.tiles = t = tiles
         self.row_tiles = _cdiv(self.rows, t.rows)
         self.column_tiles = _cdiv(self.vocab, t.columns)
         programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
