@@ -201,7 +201,7 @@ def forward(
                 None if stats.is_top1 is None else stats.is_top1.view(torch.int8),
             )
         )  # fmt: skip
-        block = 16 if device.type == "cpu" else 32
+        block = 16
         for repair in (False, True) if store else (False,):
             how, extra = launch, {}
             if how.tiles.loads != "pipeline":
@@ -216,8 +216,8 @@ def forward(
             fwd.combine_kernel[(_cdiv(rows, block),)](
                 targets, scratch, partials, *outputs, rows, launch.column_tiles, plane,
                 fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
-                ROWS=block, TILES=32, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
-                TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
+                ROWS=block, TILES=128, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
+                TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=8,
             )  # fmt: skip
 
 

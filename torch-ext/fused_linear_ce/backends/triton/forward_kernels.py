@@ -196,18 +196,30 @@ def combine_kernel(
         live = live & (tl.load(marked + rows, mask=live, other=0.0) > 0.0)
     y = tl.load(targets + rows, mask=live, other=-1)
     target_tile = y // COLUMNS
-    m = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    earlier = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     tiles = tl.arange(0, TILES)
+    # Kept per lane and summed up once, at the end: a sum over lanes costs more than the loads.
+    lanes = tl.zeros((TILES, ROWS), dtype=tl.float32)
+    m, earlier = lanes + float("-inf"), lanes + float("-inf")
+    total, dot, squares, shifted, weight = lanes, lanes, lanes, lanes, tl.zeros((TILES, 1), dtype=tl.float32)
     for first in range(0, column_tiles, TILES):
         tile = first + tiles
         mask = (tile < column_tiles)[:, None] & live[None, :]
-        t_max = tl.load(tile_max + tile.to(tl.int64)[:, None] * R + rows[None, :], mask=mask, other=float("-inf"))
-        m = tl.maximum(m, tl.max(t_max, 0))
+        at = tile.to(tl.int64)[:, None] * R + rows[None, :]
+        t_max = tl.load(tile_max + at, mask=mask, other=float("-inf"))
+        m = tl.maximum(m, t_max)
         if TOP1:
-            earlier = tl.maximum(
-                earlier, tl.max(tl.where(tile[:, None] < target_tile[None, :], t_max, float("-inf")), 0)
-            )
+            earlier = tl.maximum(earlier, tl.where(tile[:, None] < target_tile[None, :], t_max, float("-inf")))
+        if STORE:
+            total += tl.load(tile_sum + at, mask=mask, other=0.0)
+            if ENTROPY:
+                dot += tl.load(tile_dot + at, mask=mask, other=0.0)
+            if SQUARES:
+                squares += tl.load(tile_squares + at, mask=mask, other=0.0)
+            if SHIFTED:
+                shifted += tl.load(tile_shifted + at, mask=mask, other=0.0)
+        if SHIFTED:
+            weight += tl.load(tile_weight + tile, mask=tile < column_tiles, other=0.0)[:, None]
+    m, earlier, weight = tl.max(m, 0), tl.max(earlier, 0), tl.sum(weight, 0)
     if STORE:
         c = tl.load(reference + rows, mask=live, other=0.0)
     else:
@@ -216,44 +228,30 @@ def combine_kernel(
     above = c - m  # what E's reference lies above the maximum
     if STORE:
         above -= reference_error(c, PRECISE)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    dot = tl.zeros((ROWS,), dtype=tl.float32)
-    squares = tl.zeros((ROWS,), dtype=tl.float32)
-    shifted = tl.zeros((ROWS,), dtype=tl.float32)
-    weight = tl.zeros((1,), dtype=tl.float32)
-    for first in range(0, column_tiles, TILES):
-        tile = first + tiles
-        mask = (tile < column_tiles)[:, None] & live[None, :]
-        at = tile.to(tl.int64)[:, None] * R + rows[None, :]
-        t_sum = tl.load(tile_sum + at, mask=mask, other=0.0)
-        if STORE:
-            total += tl.sum(t_sum, 0)
-            if ENTROPY:
-                dot += tl.sum(tl.load(tile_dot + at, mask=mask, other=0.0), 0)
-            if SQUARES:
-                squares += tl.sum(tl.load(tile_squares + at, mask=mask, other=0.0), 0)
-        else:
+    else:  # each tile's sums are relative to its own maximum
+        for first in range(0, column_tiles, TILES):
+            tile = first + tiles
+            mask = (tile < column_tiles)[:, None] & live[None, :]
+            at = tile.to(tl.int64)[:, None] * R + rows[None, :]
             t_max = tl.load(tile_max + at, mask=mask, other=float("-inf"))
+            t_sum = tl.load(tile_sum + at, mask=mask, other=0.0)
             # A tile of -inf used the reference 0 and has the sum 0: its factor must not be exp(0 - m).
             shift = tl.maximum(t_max - c[None, :] - reference_error(t_max, PRECISE), LOG_ZERO)
             factor = exp(shift, PRECISE)
-            total += tl.sum(t_sum * factor, 0)
+            total += t_sum * factor
             if ENTROPY:
-                t_dot = tl.load(tile_dot + at, mask=mask, other=0.0)
-                dot += tl.sum(factor * (t_dot + t_sum * shift), 0)
+                dot += factor * (tl.load(tile_dot + at, mask=mask, other=0.0) + t_sum * shift)
             if SQUARES:
-                squares += tl.sum(tl.load(tile_squares + at, mask=mask, other=0.0) * factor * factor, 0)
-        if SHIFTED:
-            t_shifted = tl.load(tile_shifted + at, mask=mask, other=0.0)
-            t_weight = tl.load(tile_weight + tile, mask=tile < column_tiles, other=0.0)[:, None]
-            if STORE:
-                t_shifted += t_weight * above[None, :]
-            else:
-                t_c = tl.load(tile_max + at, mask=mask, other=0.0)
-                t_c = tl.where(t_c == float("-inf"), 0.0, t_c)
+                squares += tl.load(tile_squares + at, mask=mask, other=0.0) * factor * factor
+            if SHIFTED:
+                t_weight = tl.load(tile_weight + tile, mask=tile < column_tiles, other=0.0)[:, None]
+                t_c = tl.where(t_max == float("-inf"), 0.0, t_max)
+                t_shifted = tl.load(tile_shifted + at, mask=mask, other=0.0)
                 t_shifted += t_weight * (t_c - m[None, :] - reference_error(t_c, PRECISE))
-            shifted += tl.sum(tl.where(mask, t_shifted, 0.0), 0)
-            weight += tl.sum(t_weight, 0)
+                shifted += tl.where(mask, t_shifted, 0.0)
+    total, dot, squares, shifted = tl.sum(total, 0), tl.sum(dot, 0), tl.sum(squares, 0), tl.sum(shifted, 0)
+    if SHIFTED and STORE:
+        shifted += weight * above
     if STORE and not REPAIR:
         over = live & (tl.abs(m - c) > limit) & (m > float("-inf"))
         tl.store(marked + rows, over.to(tl.float32), mask=live)
