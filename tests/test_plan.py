@@ -155,6 +155,16 @@ class TestWhichWay:
         assert backends.choose(torch.device("cuda", 1), True) == "eager"
         assert backends.choose(torch.device("cpu"), False) == "eager"
 
+    def test_the_same_sizes_are_decided_once(self, kernel):
+        module = submodule(kernel, "plan")
+        targets = torch.arange(5)
+        for misses, (rows, workspace) in enumerate([(5, None), (5, 100_000), (3, 100_000)], start=1):
+            for _ in range(2):
+                hidden, weight = torch.zeros(rows, 4, requires_grad=True), torch.zeros(9, 4, requires_grad=True)
+                kernel.fused_linear_cross_entropy(hidden, weight, targets[:rows], workspace=workspace).backward()
+            assert module.known_plan.cache_info().misses == misses
+        assert module.known_call.cache_info().misses == 2
+
     def test_without_triton_the_torch_backend_runs(self, kernel, monkeypatch):
         backends = submodule(kernel, "backends")
         monkeypatch.setattr(backends, "HAS_TRITON", False)

@@ -360,6 +360,15 @@ class TestDlogits:
         assert out[0, 1].item() == pytest.approx(1e-6, rel=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 6, 8, 131])
+def test_statistics_begin_at_whole_16_bytes(base, device, rows):
+    """Triton compiles a kernel for each combination of aligned pointers; the number of rows is not to make one."""
+    stats = base.Stats.empty(rows, base.Wants(entropy=True), FP32, device)
+    for values in (stats.max, stats.log_sum, stats.target, stats.scale, stats.entropy):
+        assert values.shape == (rows,) and values.is_contiguous()
+        assert values.data_ptr() % 16 == 0
+
+
 class TestSelect:
     """Which rows count: their positions in order, their targets, their number."""
 
