@@ -16,11 +16,13 @@ ALL = (True, True, True, True)
 
 @pytest.fixture(params=["whole", "panels and slabs"])
 def eager(kernel, monkeypatch, request):
-    """The backend, also with panels of 3 rows and slabs of 7 classes."""
+    """The backend, also with panels of 3 rows, slabs of 7 classes and GEMMs of 5."""
     module = submodule(kernel, "backends.eager")
     if request.param != "whole":
         monkeypatch.setattr(module, "_PANEL_BYTES", 3 * VOCAB * 4)
         monkeypatch.setattr(module, "UPCAST_BYTES", 7 * WIDTH * 4)
+        monkeypatch.setattr(module, "_GEMM_BYTES", 5 * WIDTH * 4)
+        monkeypatch.setattr(module, "_GEMM_MULTIPLE", 1)
     return module
 
 
