@@ -1,8 +1,8 @@
 """The torch backend: any device, any float dtype, no Triton. The default on CPU.
 
 Logits are made by GEMMs in the accumulation dtype (float32, or float64 for float64 inputs) and never rounded below it.
-The elementwise work then runs over panels of a few rows that stay in a core's cache, so that main
-memory sees the chunk twice (the GEMM's store, the panel's load and store back) however many statistics are wanted.
+The elementwise work then runs over panels of a few rows that stay in a core's cache, so that main memory sees the
+chunk twice (the GEMM's store, the panel's load and store back) however many statistics are wanted.
 """
 
 import torch
