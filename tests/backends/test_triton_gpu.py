@@ -77,9 +77,10 @@ class TestOnlyOnAGpu:
         needs = submodule(forced, "plan").Needs(*needs)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            result = passes.loss_and_gradients(
-                problem, needs, options, None, torch.full((), 31.0, device=device), metrics=True, mean=True, dense=True
-            )
+            with torch.no_grad():  # as inside of the operator
+                result = passes.loss_and_gradients(
+                    problem, needs, options, None, torch.full((), 31.0, device=device), True, mean=True, dense=True
+                )
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert result.loss.isfinite() and result.grad_weight.isfinite().all()
