@@ -76,8 +76,8 @@ def tanh(y, scale, SERIES: tl.constexpr):
     """tanh(x) of x = y * scale without a library call: 1 - 2 / (exp(2x) + 1), which saturates at +-1 and keeps NaN.
 
     Its absolute error is 4e-7, with the reciprocal as the square of an approximate root: two instructions where a
-    division is eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and near 0, by the odd series, as much relative
-    to tanh.
+    division is eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and as much relative to tanh near 0, where it
+    is the odd series.
     """
     e = tl.exp2(y * (scale * (2.0 * LOG2_E))) + 1.0
     if SERIES:
