@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> dict:
     started = time.monotonic()
     device = select_device(args.device)
     now = datetime.datetime.now(datetime.timezone.utc)
-    settings, errors = Settings(args.rounds, args.budget, args.min_iterations), not args.no_errors
+    settings, errors = Settings(args.rounds, args.budget, args.min_iterations, args.settle), not args.no_errors
     contenders, about = load_contenders(args.contenders, peers.Options(build=args.build))
     report = {
         **report_head(SCHEMA, now, device, ("triton", "kernels")),
@@ -228,6 +228,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=5, help="turns of every contender, each round in another order")
     p.add_argument("--budget", type=float, default=0.7, help="seconds of timed calls for a contender in a case")
     p.add_argument("--min-iterations", type=int, default=5, help="timed calls at least")
+    p.add_argument("--settle", type=float, default=0.2, help="seconds of calls before a turn's timed ones (GPU)")
     p.add_argument("--time-limit", type=float, help="seconds after which no new case is started")
     p.add_argument("--no-errors", action="store_true", help="skip the float64 reference")
     p.add_argument("--seed", type=int, default=0)

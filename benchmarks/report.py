@@ -4,7 +4,8 @@
     python -m benchmarks.report --check    # exits 1 when one of the texts is stale
 
 A block lies between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. A column of a table is one
-run's: all contenders of a shape and their floor were timed together; of several runs the newest is shown.
+run's: all contenders of a shape and their floor were timed together; of several runs the newest is shown. A peer
+that was not in it keeps its figure from the last run that had it, marked, over the floor of that run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 MAIN = ("fwd_bwd", "random")
+EARLIER = "†"
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -42,6 +44,7 @@ class Group:
     title: str
     inputs: str
     dtype: str
+    named: bool  # the shapes of workloads.SHAPES; other sizes are a table of their own
     cases: dict[str, dict] = field(default_factory=dict)  # shape -> case, with its run under "run"
 
     @property
@@ -65,16 +68,28 @@ def read(results: Path) -> list[Group]:
     runs = [r for r in runs if isinstance(r, dict) and r.get("schema") == SCHEMA]
     for run in sorted(runs, key=lambda r: r["date"]):
         for case in run["cases"]:
-            key = (run["device"]["name"], case["dtype"], case["scenario"], case["inputs"])
+            named = case["shape"] in SHAPES
+            key = (run["device"]["name"], case["dtype"], case["scenario"], case["inputs"], named)
             if key not in groups:
                 groups[key] = Group(
-                    run["device"], case["scenario"], case["scenario_title"], case["inputs"], case["dtype"]
+                    run["device"], case["scenario"], case["scenario_title"], case["inputs"], case["dtype"], named
                 )
-            groups[key].cases[case["shape"]] = {**case, "run": run}
+            cases = groups[key].cases
+            kept = _peers(cases[case["shape"]]) if case["shape"] in cases else {}
+            cases[case["shape"]] = {**case, "run": run, "results": kept | case["results"]}
     for g in groups.values():
         g.cases = dict(sorted(g.cases.items(), key=lambda kv: _shape_order(kv[0])))
     # GPUs first, then in the order of the scenarios
     return sorted(groups.values(), key=lambda g: (g.device["type"] == "cpu", g.device["name"], _scenario_order(g)))
+
+
+def _peers(case: dict) -> dict:
+    """What a newer run of the case takes over where it has no figure of its own: a peer's, which did not change."""
+    return {
+        name: {"run": case["run"], **result}
+        for name, result in case["results"].items()
+        if not name.startswith("ours") and result["status"] == "ok"
+    }
 
 
 def _shape_order(name: str) -> tuple:
@@ -83,7 +98,7 @@ def _shape_order(name: str) -> tuple:
 
 def _scenario_order(g: Group) -> tuple:
     names = list(SCENARIOS)
-    return (names.index(g.scenario) if g.scenario in names else len(names), g.inputs, g.dtype)
+    return (names.index(g.scenario) if g.scenario in names else len(names), g.inputs, g.dtype, not g.named)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -122,7 +137,8 @@ def ratio_table(group: Group) -> list[str]:
             elif "ratio_to_floor" not in r:
                 cells.append(f"{r['median_ms']:.1f} ms")
             else:
-                cells.append(f"{r['ratio_to_floor']:.2f} ({_mib(r['peak_extra_bytes'])})")
+                mark = f" {EARLIER}" if "run" in r else ""
+                cells.append(f"{r['ratio_to_floor']:.2f} ({_mib(r['peak_extra_bytes'])}){mark}")
         label = group.label(name)
         if name == "ours":
             label, cells = f"**{label}**", [f"**{c}**" for c in cells]
@@ -162,15 +178,20 @@ def reasons(group: Group) -> list[str]:
     return lines
 
 
+def _source(run: dict) -> str:
+    v = run["versions"]
+    triton = f", Triton {v['triton']}" if v.get("triton") else ""
+    commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
+    return f"{run['date'][:10]}, commit {commit}, torch {v['torch']}{triton}"
+
+
 def provenance(group: Group) -> str:
-    runs = {c["run"]["date"]: c["run"] for c in group.cases.values()}
-    parts = []
-    for run in runs.values():
-        v = run["versions"]
-        triton = f", Triton {v['triton']}" if v.get("triton") else ""
-        commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
-        parts.append(f"{run['date'][:10]}, commit {commit}, torch {v['torch']}{triton}")
-    return f"{group.device['name']}, {group.dtype}; " + "; ".join(dict.fromkeys(parts)) + "."
+    newest = dict.fromkeys(_source(c["run"]) for c in group.cases.values())
+    earlier = dict.fromkeys(
+        _source(r["run"]) for c in group.cases.values() for r in c["results"].values() if "run" in r
+    )
+    text = f"{group.device['name']}, {group.dtype}; " + "; ".join(newest) + "."
+    return text + (f" {EARLIER} over the floor of an earlier run: " + "; ".join(earlier) + "." if earlier else "")
 
 
 def _short_device(name: str) -> str:
@@ -178,7 +199,8 @@ def _short_device(name: str) -> str:
 
 
 def plot_name(group: Group) -> str:
-    return f"{_short_device(group.device['name'])}-{group.scenario}-{group.inputs}.png"
+    sizes = "" if group.named else "-other-sizes"
+    return f"{_short_device(group.device['name'])}-{group.scenario}-{group.inputs}{sizes}.png"
 
 
 def summary_table(groups: list[Group]) -> list[str]:
@@ -219,6 +241,8 @@ def readme_block(groups: list[Group]) -> str:
     for g in groups:
         by_device.setdefault((g.device["name"],), []).append(g)
     for mine in by_device.values():
+        if any(g.named for g in mine):
+            mine = [g for g in mine if g.named]  # the other sizes are on the results page
         main = [g for g in mine if (g.scenario, g.inputs) == MAIN]
         for g in main:
             lines += [f"### {g.title}, {g.device['name']}, {g.dtype}", "", *ratio_table(g), ""]
@@ -243,7 +267,8 @@ def results_page(groups: list[Group]) -> str:
     ]
     lines += [LEGEND, ""]
     for g in groups:
-        lines += [f"## {g.title}; {g.inputs} inputs, {g.device['name']}, {g.dtype}", "", *ratio_table(g), ""]
+        sizes = "" if g.named else ", other sizes"
+        lines += [f"## {g.title}; {g.inputs} inputs, {g.device['name']}, {g.dtype}{sizes}", "", *ratio_table(g), ""]
         if errors := error_table(g):
             lines += [*errors, ""]
         lines += [provenance(g), ""]

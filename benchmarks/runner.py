@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ class Settings:
     rounds: int = 5
     budget_s: float = 0.7
     min_iterations: int = 5
+    settle_s: float = 0.2  # GPU only
 
 
 def log(text: str) -> None:
@@ -87,12 +89,14 @@ class Entry:
         self.step = None
         self.result.update(status=status, reason=why)
 
-    def time(self, n: int) -> None:
-        self.attempt(lambda: self._time(n))
+    def time(self, n: int, settle_s: float) -> None:
+        self.attempt(lambda: self._time(n, settle_s))
 
-    def _time(self, n: int) -> None:
+    def _time(self, n: int, settle_s: float) -> None:
         if self.device.type == "cuda":
-            self.time_batch(1)  # the allocator's blocks and the caches are the last contender's: one call to settle
+            # The allocator's blocks, the caches and above all the clock are the last contender's: after one that
+            # needed less power the first calls run faster, until the chip lowers its clock, at first too far.
+            self.time_batch(max(1, math.ceil(settle_s * 1e3 / self.estimate_ms)))
         device_ms, host_ms = self.time_batch(n)
         self.samples.rounds.append(device_ms)
         self.samples.host += host_ms
@@ -106,7 +110,8 @@ def time_in_rounds(entries: Collection[Entry], settings: Settings) -> None:
     """Time those that were prepared, in another order every round, and add their summaries to their results."""
     for round_ in range(settings.rounds):
         for entry in timing.rotation([e for e in entries if e.step], round_, settings.rounds):
-            entry.time(timing.repeats(entry.estimate_ms, settings.rounds, settings.budget_s, settings.min_iterations))
+            n = timing.repeats(entry.estimate_ms, settings.rounds, settings.budget_s, settings.min_iterations)
+            entry.time(n, settings.settle_s)
     for entry in entries:
         if entry.step:
             entry.result.update(entry.samples.summary())
@@ -149,8 +154,8 @@ class CaseEntry(Entry):
         self.step = step
         self.estimate_ms = min(self.time_batch(1)[0])
 
-    def time(self, n: int) -> None:
-        super().time(n)
+    def time(self, n: int, settle_s: float) -> None:
+        super().time(n, settle_s)
         if crowded(self.device):
             timing.release(self.device)
 

@@ -190,7 +190,7 @@ def load_heads(names: list[str], options: Options) -> tuple[list[Head], dict]:
 def run(args: argparse.Namespace) -> dict:
     started = time.monotonic()
     device = select_device(args.device)
-    settings = Settings(args.rounds, args.budget, args.min_iterations)
+    settings = Settings(args.rounds, args.budget, args.min_iterations, args.settle)
     heads, about = load_heads(args.heads, Options(args.build, args.chunked_trl))
     now = datetime.datetime.now(datetime.timezone.utc)
     report = {
@@ -281,6 +281,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=3, help="turns of every head, each round in another order")
     p.add_argument("--budget", type=float, default=3.0, help="seconds of timed steps for a head in a row")
     p.add_argument("--min-iterations", type=int, default=6, help="timed steps at least")
+    p.add_argument("--settle", type=float, default=0.2, help="seconds of calls before a turn's timed ones (GPU)")
     p.add_argument("--time-limit", type=float, help="seconds after which no new row is started")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -302,6 +302,43 @@ def test_the_newest_run_of_a_shape_is_shown(measured, readme, tmp_path):
     assert group.cases["40x80x16"]["run"]["commit"] != "newer"
 
 
+def test_a_peer_that_was_left_out_keeps_its_figure(measured, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    data = json.loads(measured.read_text())
+    (results / "a.json").write_text(json.dumps(data))
+    older = data["cases"][0]["results"]["logits"]["ratio_to_floor"]
+    data["date"], data["commit"] = "2999-01-01T00:00:00Z", "newer"
+    data["cases"] = data["cases"][:1]
+    newer = data["cases"][0]["results"]
+    del newer["logits"], newer["ours@8MiB"]
+    newer["ours"]["ratio_to_floor"] = older + 1
+    (results / "b.json").write_text(json.dumps(data))
+    (group,) = report.read(results)
+    shape = data["cases"][0]["shape"]
+    assert group.result(shape, "ours")["ratio_to_floor"] == older + 1
+    assert group.result(shape, "logits")["ratio_to_floor"] == older
+    assert group.result(shape, "ours@8MiB") is None, "this kernel's own figures are of another version"
+    rows = {line.split(" | ")[0]: line for line in report.ratio_table(group)}
+    marked = [label for label, line in rows.items() if report.EARLIER in line]
+    assert marked == ["| full logits, eager"]
+    assert "newer" in report.provenance(group) and f"{report.EARLIER} over the floor of an earlier run" in (
+        report.provenance(group)
+    )
+
+
+def test_named_shapes_and_other_sizes_are_tables_of_their_own(measured, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    data = json.loads(measured.read_text())
+    data["cases"][0]["shape"] = "A"
+    (results / "a.json").write_text(json.dumps(data))
+    groups = report.read(results)
+    assert [(g.named, list(g.cases)) for g in groups] == [(True, ["A"]), (False, [data["cases"][1]["shape"]])]
+    assert "| 40 x 80 x 16 |" not in report.readme_block(groups)
+    assert "| 40 x 80 x 16 |" in report.results_page(groups)
+
+
 def test_a_readme_without_the_markers_is_an_error(measured, readme, capsys):
     argv = arguments(measured.parent, readme)
     readme.write_text("# nothing\n")

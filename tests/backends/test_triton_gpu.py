@@ -49,6 +49,32 @@ class TestOnlyOnAGpu:
         expected = oracle.reference(hidden.nan_to_num(), inputs.weight, targets, inputs.bias)
         oracle.check(outcome, expected, BF16)
 
+    def test_a_changing_number_of_tokens_compiles_nothing_new(self, forced, device):
+        """The first two numbers are a multiple of 16 and an odd one, which combine_kernel tells apart."""
+        if device != "cuda":
+            pytest.skip("the interpreter compiles nothing")
+        triton = pytest.importorskip("triton")
+        compiled = []
+
+        def call(tokens):
+            inputs = oracle.make_inputs(device, BF16, (tokens,), 1000, 64)
+            workspace = (tokens + 1000) * 64 * 4 + 700 * (3 * 1000 + 8 * 64)  # chunks of some 600 rows
+            forced.fused_linear_cross_entropy(*inputs.leaves()[:2], inputs.targets, workspace=workspace).backward()
+            forced.fused_linear_cross_entropy(*inputs.leaves()[:2], inputs.targets, reduction="none").sum().backward()
+            with torch.no_grad():
+                forced.fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.targets)
+
+        for tokens in (2048, 1501):
+            call(tokens)
+        hook, knobs = triton.knobs.runtime.jit_post_compile_hook, triton.knobs.runtime
+        knobs.jit_post_compile_hook = lambda *args, **about: compiled.append(about["repr"])
+        try:
+            for tokens in (1, 7, 128, 130, 1777, 2304, 2600):
+                call(tokens)
+        finally:
+            knobs.jit_post_compile_hook = hook
+        assert not [name for name in compiled if "combine_kernel" not in name], compiled
+
     def test_under_a_default_device(self, forced, device):
         """Small tensors that belong on the host stay there."""
         chunk = Where(device, 37, 300, 64).chunk(BF16)
@@ -77,9 +103,10 @@ class TestOnlyOnAGpu:
         needs = submodule(forced, "plan").Needs(*needs)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            result = passes.loss_and_gradients(
-                problem, needs, options, None, torch.full((), 31.0, device=device), metrics=True, mean=True, dense=True
-            )
+            with torch.no_grad():  # as inside of the operator
+                result = passes.loss_and_gradients(
+                    problem, needs, options, None, torch.full((), 31.0, device=device), True, mean=True, dense=True
+                )
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert result.loss.isfinite() and result.grad_weight.isfinite().all()

@@ -30,6 +30,9 @@ MIB = 1 << 20
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_ROWS_ACCELERATOR = 4096
 DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
+# Per-token losses keep E until backward, where the rows that were not kept cost a fourth GEMM: by default of four such
+# chunks, which are all rows of most batches.
+DEFAULT_KEPT_CHUNKS, DEFAULT_KEPT_ACCELERATOR = 4, 6144 * MIB  # at most
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
 WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes as long as with 4096, for want of tiles
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
@@ -112,7 +115,9 @@ class Call:
         device_type = device if isinstance(device, str) else device.type
         least, most = DEFAULT_CHUNK_ACCELERATOR
         by_rows = min(max(DEFAULT_ROWS_ACCELERATOR * self.row, least), most)
-        self.default_chunk = DEFAULT_CHUNK.get(device_type, by_rows)
+        self.default_chunk = self.default_kept = DEFAULT_CHUNK.get(device_type, by_rows)
+        if device_type not in DEFAULT_CHUNK:
+            self.default_kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
         # With outputs in the accumulation dtype the output is its own accumulator.
@@ -136,8 +141,9 @@ class Call:
         self.upcast = upcast
         self.weights = self.copy_weight + upcast
 
-    def budget(self) -> int:
-        return self.default_chunk if self.workspace is None else self.workspace
+    def kept_budget(self) -> int:
+        """Bytes for the E that a backward keeps, and for the chunk that it recomputes beside it."""
+        return self.default_kept if self.workspace is None else self.workspace - self.acc_weight - self.weights
 
     def gemm_rounds(self, rows: int) -> bool:
         """Whether one GEMM over these rows can leave dW in its own dtype; of an E below 2^31 elements, which is what
@@ -185,7 +191,7 @@ class Call:
             return 0
         if self.in_one_gemm(n_tokens):
             return n_tokens
-        budget = self.budget() - (0 if self.workspace is None else self.acc_weight + self.weights)
+        budget = self.kept_budget()
         if n_tokens * self.row <= budget:
             return n_tokens
         return max(0, (budget - self.recompute_chunk(budget)) // self.row)
@@ -224,7 +230,7 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
         row = call.statistics_row
         copies = call.workspace is None or call.workspace - call.weights >= MIN_ROWS * row
         held = call.weights if copies else call.upcast
-        budget = min(call.budget() - (0 if call.workspace is None else held), call.default_chunk)
+        budget = call.default_chunk if call.workspace is None else min(call.workspace - held, call.default_chunk)
         rows = rows_in(budget, row=row, least=MIN_ROWS if call.workspace is None else 1)
         held += min(rows, n_tokens) * row
         if call.workspace is not None and held > call.workspace:
@@ -239,11 +245,13 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     if call.whole_vocabulary(n_tokens):
         held = call.acc_weight + call.weights
         unused = call.acc_weight if call.in_one_gemm(n_tokens) and not constant else 0
-        budget = call.budget() - (0 if call.workspace is None else held)
+        budget = call.kept_budget()
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
-        rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), max(rest, 1))
-        rows = rows if rest else max(1, min(n_tokens, ROW_MULTIPLE * 8))
+        if rest:
+            rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), rest)
+        else:  # chunks of what is there already
+            rows = max(1, min(n_tokens, max(rows_in(call.default_chunk), ROW_MULTIPLE * 8)))
         recomputed = rest / n_tokens if n_tokens else 0.0
         held += kept * call.row + (rows * call.row if rest else 0) - unused
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)

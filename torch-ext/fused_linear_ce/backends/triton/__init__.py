@@ -84,7 +84,7 @@ class _Launch:
         self.tiles = t = tiles
         self.row_tiles = _cdiv(self.rows, t.rows)
         self.column_tiles = _cdiv(self.vocab, t.columns)
-        programs = min(tuning.multiprocessors(x.device), self.row_tiles * self.column_tiles)
+        programs = tuning.multiprocessors(x.device)
         self.grid = (programs,)
         self.bias = x if head.bias is None else head.bias.contiguous()  # x: a pointer that the kernel will not read
         self.class_weight = x if head.class_weight is None else head.class_weight.contiguous()
@@ -130,7 +130,8 @@ def select(targets: torch.Tensor, ignore_index: int, vocab: int, early: bool = F
     """See base.py. With early, the number of rows is copied to the host in the background; reading it waits for that
     copy alone, not for what was launched since."""
     tokens, device = targets.shape[0], targets.device
-    index, classes = torch.empty((2, tokens), dtype=torch.int64, device=device).unbind(0)
+    # Both begin at whole 16 bytes: Triton compiles a kernel once more for pointers that do not.
+    index, classes = (t[:tokens] for t in torch.empty((2, tokens + tokens % 2), dtype=torch.int64, device=device))
     count = torch.empty(1, dtype=torch.int32, device=device)
     with _guard(targets):
         fwd.select_kernel[(1,)](
@@ -300,7 +301,7 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
     (rows, vocab), hidden_size = e.shape, x.shape[1]
     classes, width = tuning.weight_tile(hidden_size)
     class_tiles, width_tiles = _cdiv(vocab, classes), _cdiv(hidden_size, width)
-    programs = min(tuning.multiprocessors(e.device), class_tiles * width_tiles)
+    programs = tuning.multiprocessors(e.device)
     with _guard(e):
         hopper.weight_kernel[(programs,)](
             *hopper.weight_descriptors(e, x, out, classes, width), rows, class_tiles, width_tiles,

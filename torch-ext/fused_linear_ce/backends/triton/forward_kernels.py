@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .logits import (
     LOG_ZERO,
+    PER_CALL,
     chain,
     column_bias,
     exp,
@@ -35,7 +36,7 @@ LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, tim
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def select_kernel(targets, index, classes, count, N, ignore_index, V, BLOCK: tl.constexpr):
     """Selection of base.py, by one program: N is a few thousand, and this comes before everything else."""
     kept = 0
@@ -54,7 +55,7 @@ def select_kernel(targets, index, classes, count, N, ignore_index, V, BLOCK: tl.
     tl.store(count, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def reference_kernel(
     x, w, bias, targets, scratch, R, V, H,
     stride_xr, stride_wv, stride_wh, logit_scale, softcap,
@@ -87,7 +88,7 @@ def reference_kernel(
     tl.store(reference + rows, z, mask=rows < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def forward_kernel(
     x, w, bias, targets, class_weight, scratch, exps, partials,
     R, V, H, row_tiles, column_tiles, plane,
@@ -169,7 +170,7 @@ def forward_kernel(
                     tl.store(at_e, value.to(exps.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column_tiles", "plane"])  # rows by 16: wide loads
 def combine_kernel(
     targets, scratch, partials,
     out_max, out_log_sum, out_target, out_scale, out_entropy, out_sum_log_probs, out_squares, out_top1,

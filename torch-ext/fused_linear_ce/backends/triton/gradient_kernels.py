@@ -3,10 +3,20 @@
 import triton
 import triton.language as tl
 
-from .logits import chain, column_bias, expm1, gradient, target_gradient, tile_order, tile_product, transform
+from .logits import (
+    PER_CALL,
+    chain,
+    column_bias,
+    expm1,
+    gradient,
+    target_gradient,
+    tile_order,
+    tile_product,
+    transform,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
     row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d, out,
@@ -56,7 +66,7 @@ def dlogits_kernel(
             tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def finish_kernel(
     e, x, targets, row_max, row_log_sum, row_target, row_scale, row_a, row_t, factor, scaled,
     R, H, stride_er, stride_xr, logit_scale, softcap, nudge,
@@ -124,7 +134,7 @@ def matmul_kernel(
     tl.store(at_out, total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def column_sum_kernel(e, scale, out, R, V, stride_er, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out_j += sum_i scale_i e_ij, in fp32, rows in order: one program for COLUMNS columns."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

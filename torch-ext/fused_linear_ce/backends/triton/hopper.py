@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .logits import (
     LOG_ZERO,
+    PER_CALL,
     chain,
     column_bias,
     exponentials,
@@ -304,7 +305,7 @@ def _forward_tiles(
         tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=PER_CALL)
 def forward_kernel(
     x, w, bias, targets, class_weight, scratch, exps, partials,
     R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
@@ -406,7 +407,7 @@ def _dlogits_tiles(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=PER_CALL)
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
     row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d, out,
@@ -480,7 +481,7 @@ def _weight_tiles(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["R", "class_tiles", "width_tiles"])
 def weight_kernel(
     e, x, out, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr,
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,

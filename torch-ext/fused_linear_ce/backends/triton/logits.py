@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+# Arguments that depend on the number of rows, which changes from call to call. Triton compiles a kernel once more for
+# an integer that is 1 or a multiple of 16, unless it is told not to.
+PER_CALL = ("R", "row_tiles", "column_tiles", "plane")
+
 
 @triton.jit
 def tile_order(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
@@ -68,14 +72,23 @@ def exp(d, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def tanh(x, SERIES: tl.constexpr):
-    """tanh without a library call: 1 - 2 / (exp(2x) + 1), which saturates at +-1 and keeps NaN. Its absolute error is
-    1e-7; SERIES takes the odd series near 0, where fp32 inputs and large softcaps deserve a relative one."""
-    value = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+def tanh(y, scale, SERIES: tl.constexpr):
+    """tanh(x) of x = y * scale without a library call: 1 - 2 / (exp(2x) + 1), which saturates at +-1 and keeps NaN.
+
+    Its absolute error is 4e-7, with the reciprocal as the square of an approximate root: two instructions where a
+    division is eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and as much relative to tanh near 0, where it
+    is the odd series.
+    """
+    e = tl.exp2(y * (scale * (2.0 * LOG2_E))) + 1.0
     if SERIES:
+        value = 1.0 - 2.0 / e
+        x = y * scale
         s = x * x
         series = x * (1.0 + s * (-1.0 / 3.0 + s * (2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0)))))
         value = tl.where((x < 0.15) & (x > -0.15), series, value)
+    else:
+        root = tl.rsqrt(e)
+        value = 1.0 - 2.0 * (root * root)
     return value
 
 
@@ -99,7 +112,7 @@ def transform(
     if SCALED:
         z = z * logit_scale
     if HAS_SOFTCAP:
-        z = softcap * tanh(z * (1.0 / softcap), HAS_SOFTCAP == 2)
+        z = softcap * tanh(z, 1.0 / softcap, HAS_SOFTCAP == 2)
     return z
 
 
