@@ -37,8 +37,8 @@ def _panels(rows: int, vocab: int, dtype: torch.dtype):
 
 
 def _gemm_classes(weight: torch.Tensor) -> int:
-    """Classes of one logits GEMM. With the whole of a large weight in one, MKL takes up to 1.2 times as long at 160 rows
-    and 1.5 times at 64; in a small one the call itself would count."""
+    """Classes of one logits GEMM. With the whole of a large weight in one, MKL takes up to 1.2 times as long at 160
+    rows, more with fewer; in a small one the call itself would count."""
     if weight.device.type != "cpu":
         return len(weight)
     return max(1, _GEMM_BYTES // (weight.shape[1] * weight.dtype.itemsize * _GEMM_MULTIPLE)) * _GEMM_MULTIPLE
