@@ -104,6 +104,20 @@ class TestForward:
         for name in ("max", "log_sum", "entropy"):
             torch.testing.assert_close(getattr(stats, name).to(FP64), expected[name], **reference.EXACT)
 
+    def test_a_masked_target_above_logits_of_minus_30000(self, where, backend, base):
+        """The columns beyond the vocabulary, in the last tile, must not pass for the maximum."""
+        chunk = where.chunk(bias=True)
+        chunk.weight.mul_(8).round_().div_(8)
+        chunk.x.mul_(8).round_().div_(8)
+        chunk.bias.fill_(-3e4)
+        chunk.bias[chunk.targets[2]] = -torch.inf
+        assert where.vocab % 32
+        stats = run_forward(backend, base, chunk, base.Wants(entropy=True), where.exps())
+        assert stats.log_prob[2].item() == -torch.inf and stats.scale.isfinite().all()
+        expected = reference.statistics(chunk.z, chunk.targets)
+        for name in ("max", "log_sum", "entropy"):
+            torch.testing.assert_close(getattr(stats, name).to(FP64), expected[name], **reference.EXACT)
+
     @pytest.mark.parametrize("store", [False, True])
     def test_a_row_of_minus_infinity_is_nan(self, where, backend, base, store):
         chunk = where.chunk(bias=True)

@@ -34,6 +34,7 @@ from .logits import (
 
 LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times base.NUDGE
 LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
+FAR_BELOW = tl.constexpr(-1e8)  # the reference that marks a row, whatever its maximum is
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -62,10 +63,11 @@ def reference_kernel(
     ROWS: tl.constexpr, DEPTH: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """reference = z of the target; 0 where there is none or it is not finite. One program for ROWS rows; the first
-    one clears the mark of rows that overflowed.
+    """reference = z of the target; 0 where there is no target, FAR_BELOW where its z is not finite. One program for
+    ROWS rows; the first one clears the mark of rows that overflowed.
 
-    It need not agree with forward_kernel to the last bit, only to a few nats.
+    It need not agree with forward_kernel to the last bit, only to a few nats. No row's maximum may lie far below it:
+    the columns beyond V are given a z of LOG_ZERO from it, and are to be neither the maximum nor all that is left.
     """
     reference, _, _, _, any_marked = row_scratch(scratch, R)
     if tl.program_id(0) == 0:
@@ -84,7 +86,8 @@ def reference_kernel(
         dot += a.to(tl.float32) * b.to(COMPUTE).to(tl.float32)
     beta = column_bias(bias, tl.where(known, y, 0), V, COMPUTE) if HAS_BIAS else 0.0
     z = transform(tl.sum(dot, 1), beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
-    z = tl.where(known & (z > float("-inf")) & (z < float("inf")), z, 0.0)
+    z = tl.where((z > float("-inf")) & (z < float("inf")), z, FAR_BELOW)
+    z = tl.where(known, z, 0.0)
     tl.store(reference + rows, z, mask=rows < R)
 
 
