@@ -268,6 +268,22 @@ class TestPublicFunctions:
         for masked, dropped in zip(results[1][1:], results[0][1:]):
             assert relative_error(masked, dropped) < 1e-3
 
+    @pytest.mark.parametrize("tokens, output", [(19, "loss"), (1, "log_probs"), (1, "lse"), (1, "entropy")])
+    def test_lazily_negated_upstream_gradients(self, where, forced, tokens, output):
+        """Kernels read memory, where they still have the other sign (a longer one is made contiguous anyway)."""
+        chunk = where.chunk(FP32)
+        x, targets = chunk.x[:tokens].clone().requires_grad_(), chunk.targets[:tokens]
+        if output == "loss":
+            out = forced.fused_linear_cross_entropy(x, chunk.weight, targets)
+        else:
+            out = getattr(forced.fused_linear_log_probs(x, chunk.weight, targets, outputs=(output,)), output)
+        ones = torch.ones_like(out)
+        upstream = torch.complex(ones, ones).conj().imag
+        assert upstream.is_neg() and upstream.is_contiguous()
+        (expected,) = torch.autograd.grad(out, x, -ones, retain_graph=True)
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        torch.testing.assert_close(grad, expected)
+
     def test_all_tokens_ignored(self, where, forced):
         chunk = where.chunk(BF16)
         tensors = [chunk.x.requires_grad_(), chunk.weight.requires_grad_()]

@@ -116,6 +116,7 @@ def _loss_backward(
     The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
     which has none, and does not pass for zero.
     """
+    grad = passes.resolved(grad)
     backend = backends.load(backends.choose(grad.device, grad.dtype == torch.float64))
 
     def scaled(saved: Tensor, dtype: torch.dtype) -> Tensor:

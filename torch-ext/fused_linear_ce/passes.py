@@ -27,7 +27,7 @@ def _selects_on_device(plan: Plan, targets: torch.Tensor) -> bool:
     return plan.backend == "triton" and targets.device.type != "cpu"
 
 
-def _resolved(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+def resolved(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     """Kernels read memory, where a lazily negated view (of a conjugate) still has the other sign."""
     return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
 
@@ -48,7 +48,7 @@ class Problem:
     ):
         """rows, masked: of a backward, what the forward has selected, or whether it masked them; else the rows are
         selected here, and masked while a CUDA graph is captured."""
-        hidden, weight, bias, class_weight = map(_resolved, (hidden, head.weight, head.bias, head.class_weight))
+        hidden, weight, bias, class_weight = map(resolved, (hidden, head.weight, head.bias, head.class_weight))
         head = head._replace(weight=weight, bias=bias, class_weight=class_weight)
         compute_dtype = head.compute_dtype
         self.call = call
@@ -412,7 +412,7 @@ def token_gradients(
     """
     p, rows, plan, head = problem, problem.rows, problem.plan, problem.head
     vocab = head.weight.shape[0]
-    upstream = Upstream(*(None if u is None else rows.take(u).to(p.acc) for u in upstream))
+    upstream = Upstream(*(None if u is None else rows.take(resolved(u)).to(p.acc) for u in upstream))
     stats = Stats(saved, None, None, None, None).rows(0, len(rows))
     stats.entropy = rows.take(entropy) if upstream.entropy is not None else None
     weight_sum = head.class_weight_sum() if upstream.sum_log_probs is not None else None
