@@ -206,7 +206,9 @@ def plot_name(group: Group) -> str:
 def summary_table(groups: list[Group]) -> list[str]:
     """The other scenarios of a device in one table: this kernel, and the fastest peer beside it."""
     shapes = sorted({s for g in groups for s in g.cases}, key=_shape_order)
-    lines = [_row(["x floor, ours (fastest peer)", *shapes]), _row(["---"] * (len(shapes) + 1))]
+    peers = any(not n.startswith("ours") for g in groups for n in g.contenders)
+    head = "x floor, ours (fastest peer)" if peers else "x floor, ours"
+    lines = [_row([head, *shapes]), _row(["---"] * (len(shapes) + 1))]
     for g in groups:
         cells = []
         for shape in shapes:
@@ -229,9 +231,9 @@ def summary_table(groups: list[Group]) -> list[str]:
 
 LEGEND = (
     "Ratios are medians over the floor, the time of the GEMMs that the scenario cannot do without as plain matrix "
-    "products on the same inputs in the same run; in brackets the peak memory in MiB beyond the inputs and the "
-    "returned gradients. Contenders that offer accuracy and entropy (this kernel, TRL) compute them; the others only "
-    "the loss."
+    "products on the same inputs in the same run; in brackets the peak memory in MiB beyond the inputs, less the "
+    "returned gradients (which may not exist yet at the peak: `plan` counts all that a call holds). Contenders that "
+    "offer accuracy and entropy (this kernel, TRL) compute them; the others only the loss."
 )
 
 
@@ -251,6 +253,7 @@ def readme_block(groups: list[Group]) -> str:
                 lines += ["Without a figure:", "", *why, ""]
         if others := [g for g in mine if g not in main]:
             lines += [f"The other scenarios, {mine[0].device['name']}:", "", *summary_table(others), ""]
+            lines += [*dict.fromkeys(map(provenance, others)), ""]
     if not lines:
         return "No results yet."
     return "\n".join(
