@@ -291,9 +291,8 @@ def loss_and_gradients(
     target_weight_sum = None if target_weight is None else rows.mask(target_weight).sum()
     count = len(rows) if rows.live is None else rows.live.sum()
     divisor = mean_divisor(num_items, count, target_weight_sum, device, acc) if mean else 1
-    # (0 in masked rows, and so are their coefficients)
-    counts = torch.ones(len(rows), dtype=acc, device=device) if rows.live is None else rows.live.to(acc)
-    upstream_of_rows = counts / divisor
+    # 0 in masked rows, and so are their coefficients
+    upstream_of_rows = rows.mask(torch.ones(len(rows), dtype=acc, device=device) / divisor)
 
     def row_coefficients(lse: Optional[torch.Tensor], start: int, stop: int) -> Coefficients:
         parts = (upstream_of_rows, target_weight, token_weight)
