@@ -268,6 +268,18 @@ class TestPublicFunctions:
         for masked, dropped in zip(results[1][1:], results[0][1:]):
             assert relative_error(masked, dropped) < 1e-3
 
+    def test_masked_rows_beside_a_divisor_of_zero(self, where, forced, monkeypatch):
+        """The loss is infinite, and so are the gradients of the rows that count; the others still get none."""
+        monkeypatch.setattr(submodule(forced, "passes"), "capturing", lambda tensor: True)
+        chunk = where.chunk(FP32)
+        targets = chunk.targets.clone()
+        targets[[2, 3, 11]] = -100
+        hidden, zero = chunk.x.requires_grad_(), torch.zeros((), device=where.device)
+        loss = forced.fused_linear_cross_entropy(hidden, chunk.weight, targets, num_items=zero)
+        loss.backward()
+        assert loss == torch.inf
+        assert (hidden.grad[[2, 3, 11]] == 0).all() and not hidden.grad[[0, 1, 4]].isfinite().any()
+
     @pytest.mark.parametrize("tokens, output", [(19, "loss"), (1, "log_probs"), (1, "lse"), (1, "entropy")])
     def test_lazily_negated_upstream_gradients(self, where, forced, tokens, output):
         """Kernels read memory, where they still have the other sign (a longer one is made contiguous anyway)."""
