@@ -259,7 +259,7 @@ def test_trained_inputs_run_at_any_size_and_their_figures_are_written(build, tmp
 @pytest.fixture
 def readme(tmp_path) -> Path:
     path = tmp_path / "README.md"
-    path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n")
+    path.write_text(f"# Title\n\n{report.BEGIN}\nformer figures\n{report.END}\n\nThe end.\n")
     path.with_name("trl.md").write_text(path.read_text())
     return path
 
@@ -275,7 +275,7 @@ def test_the_report_writes_table_and_plot_and_knows_when_it_is_stale(measured, r
     assert report.main(argv) == 0
     assert report.main([*argv, "--check"]) == 0
     text = readme.read_text()
-    assert text.startswith("# Title\n") and text.endswith("\n\nThe end.\n") and "old" not in text
+    assert text.startswith("# Title\n") and text.endswith("\n\nThe end.\n") and "former figures" not in text
     assert "| **fused-linear-ce** |" in text and "| floor: logits + dX + dW |" in text
     assert "Liger: absent" in text
     assert "| fused-linear-ce, workspace 8MiB |" in text
