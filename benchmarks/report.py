@@ -199,8 +199,13 @@ def _short_device(name: str) -> str:
 
 
 def plot_name(group: Group) -> str:
-    sizes = "" if group.named else "-other-sizes"
-    return f"{_short_device(group.device['name'])}-{group.scenario}-{group.inputs}{sizes}.png"
+    return f"{_short_device(group.device['name'])}-{group.scenario}-{group.inputs}.png"
+
+
+def shown(groups: list[Group]) -> list[Group]:
+    """What the README has: of each device the named shapes, and other sizes only where no shape is named."""
+    named = {g.device["name"] for g in groups if g.named}
+    return [g for g in groups if g.named or g.device["name"] not in named]
 
 
 def summary_table(groups: list[Group]) -> list[str]:
@@ -240,11 +245,9 @@ LEGEND = (
 def readme_block(groups: list[Group]) -> str:
     lines: list[str] = []
     by_device: dict[tuple, list[Group]] = {}
-    for g in groups:
+    for g in shown(groups):
         by_device.setdefault((g.device["name"],), []).append(g)
     for mine in by_device.values():
-        if any(g.named for g in mine):
-            mine = [g for g in mine if g.named]  # the other sizes are on the results page
         main = [g for g in mine if (g.scenario, g.inputs) == MAIN]
         for g in main:
             lines += [f"### {g.title}, {g.device['name']}, {g.dtype}", "", *ratio_table(g), ""]
@@ -429,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             print(f"{path.name}: {error}", file=sys.stderr)
             return 2
-    plots = {args.results / plot_name(g): g for g in groups if (g.scenario, g.inputs) == MAIN}
+    plots = {args.results / plot_name(g): g for g in shown(groups) if (g.scenario, g.inputs) == MAIN}
     if args.check:
         stale = [p.name for p, text in texts.items() if not p.exists() or p.read_text() != text]
         stale += [p.name for p in plots if not p.exists()]

@@ -9,7 +9,7 @@ from .. import oracle
 from ..conftest import submodule
 from ..oracle import relative_error
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from .reference import BF16, FP32, FP64, Where, overflowing
 
@@ -49,11 +49,10 @@ class TestOnlyOnAGpu:
         expected = oracle.reference(hidden.nan_to_num(), inputs.weight, targets, inputs.bias)
         oracle.check(outcome, expected, BF16)
 
-    def test_a_changing_number_of_tokens_compiles_nothing_new(self, forced, device):
+    def test_a_changing_number_of_tokens_compiles_nothing_new(self, forced, device, monkeypatch):
         """The first two numbers are a multiple of 16 and an odd one, which combine_kernel tells apart."""
         if device != "cuda":
             pytest.skip("the interpreter compiles nothing")
-        triton = pytest.importorskip("triton")
         compiled = []
 
         def call(tokens):
@@ -66,13 +65,10 @@ class TestOnlyOnAGpu:
 
         for tokens in (2048, 1501):
             call(tokens)
-        hook, knobs = triton.knobs.runtime.jit_post_compile_hook, triton.knobs.runtime
-        knobs.jit_post_compile_hook = lambda *args, **about: compiled.append(about["repr"])
-        try:
-            for tokens in (1, 7, 128, 130, 1777, 2304, 2600):
-                call(tokens)
-        finally:
-            knobs.jit_post_compile_hook = hook
+        hook = lambda *args, **about: compiled.append(about["repr"])  # noqa: E731
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+        for tokens in (1, 7, 128, 130, 1777, 2304, 2600):
+            call(tokens)
         assert not [name for name in compiled if "combine_kernel" not in name], compiled
 
     def test_under_a_default_device(self, forced, device):

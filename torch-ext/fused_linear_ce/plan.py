@@ -115,9 +115,9 @@ class Call:
         device_type = device if isinstance(device, str) else device.type
         least, most = DEFAULT_CHUNK_ACCELERATOR
         by_rows = min(max(DEFAULT_ROWS_ACCELERATOR * self.row, least), most)
-        self.default_chunk = self.default_kept = DEFAULT_CHUNK.get(device_type, by_rows)
-        if device_type not in DEFAULT_CHUNK:
-            self.default_kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
+        self.default_chunk = DEFAULT_CHUNK.get(device_type, by_rows)
+        kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
+        self.default_kept = DEFAULT_CHUNK.get(device_type, kept)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
         # With outputs in the accumulation dtype the output is its own accumulator.
@@ -155,10 +155,7 @@ class Call:
         which this way does without."""
         if not self.row_scaled:
             return False
-        if self.workspace is None:
-            budget = self.default_chunk + self.saved_weight
-        else:
-            budget = self.workspace - self.acc_weight - self.weights
+        budget = self.default_chunk + self.saved_weight if self.workspace is None else self.kept_budget()
         return 0 < n_tokens * self.row <= budget and self.gemm_rounds(n_tokens)
 
     def gradients_in_forward(self, n_tokens: int, constant: bool = False) -> bool:
@@ -181,8 +178,7 @@ class Call:
 
     def whole_vocabulary(self, n_tokens: int) -> bool:
         """Whether a backward can hold the accumulator of the whole dW beside what it keeps and recomputes."""
-        fixed = self.acc_weight + self.weights
-        enough = self.workspace is None or self.workspace - fixed >= 2 * MIN_ROWS * self.row
+        enough = self.workspace is None or self.kept_budget() >= 2 * MIN_ROWS * self.row
         return enough or self.in_one_gemm(n_tokens)
 
     def kept_rows(self, n_tokens: int) -> int:
