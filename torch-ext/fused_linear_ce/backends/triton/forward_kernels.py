@@ -25,7 +25,8 @@ from .logits import (
     exponentials,
     reference_error,
     row_scratch,
-    target_logit,
+    row_sums,
+    target_and_before,
     tile_order,
     tile_partials,
     tile_product,
@@ -111,6 +112,7 @@ def forward_kernel(
     tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
         partials, plane, ENTROPY, SQUARES, SHIFTED
     )
+    PRECISE: tl.constexpr = COMPUTE == tl.float32
     if REPAIR:
         if tl.load(any_marked) == 0.0:
             return
@@ -145,15 +147,17 @@ def forward_kernel(
             y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
             here = (y >= 0) & (y < COLUMNS)
             if tl.max(here.to(tl.int32), 0) > 0:
-                z_y, before = target_logit(z, tl.arange(0, COLUMNS)[None, :] - y[:, None])
+                at_target, before = target_and_before(z, tl.arange(0, COLUMNS)[None, :] - y[:, None])
+                z_y = tl.sum(at_target, 1)
                 tl.store(target_z + rows, z_y, mask=here)
-                tl.store(target_beaten + rows, (before >= z_y).to(tl.float32), mask=here)
+                tl.store(target_beaten + rows, (tl.max(before, 1) >= z_y).to(tl.float32), mask=here)
             class_w = (columns < V).to(tl.float32)
             if HAS_CLASS_WEIGHT:
                 class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-            e, total, dot, squares, shifted = exponentials(
-                z, c, class_w, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, COMPUTE == tl.float32
+            e, sums = exponentials(
+                z, c, class_w, (0.0, 0.0, 0.0, 0.0), True, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, PRECISE
             )
+            total, dot, squares, shifted = row_sums(sums, ENTROPY, SQUARES, SHIFTED, PRECISE)
             partial = column_tile.to(tl.int64) * R + rows
             tl.store(tile_max + partial, m, mask=live)
             tl.store(tile_sum + partial, total, mask=live)

@@ -39,8 +39,9 @@ from .logits import (
     exponentials,
     gradient,
     row_scratch,
+    row_sums,
+    target_and_before,
     target_gradient,
-    target_logit,
     tile_order,
     tile_partials,
     transform,
@@ -63,6 +64,7 @@ add_out = getattr(tma, "async_atomic_add", None) or _add_out
 
 ROWS = gl.constexpr(128)  # a tile of logits; each consumer has 64 of its rows
 COLUMNS = gl.constexpr(256)
+EIGHTH = gl.constexpr(32)  # of COLUMNS: what an epilogue works on at a time, so that few values live at once
 PART = gl.constexpr(64)  # columns of a block that goes out, of 8 KiB
 DEPTH = gl.constexpr(64)  # of a block along the reduction
 STAGES = gl.constexpr(4)  # slots of 48 KiB each; with two blocks on their way out for each consumer, memory is full
@@ -164,10 +166,26 @@ def _finish(half: gl.constexpr, a, b, ring, step, accumulator, steps, ROW_MAJOR:
     return accumulator
 
 
+@gluon.constexpr_function
+def _registers(columns):
+    """The layout of a consumer's (rows, columns), of a whole tile or a part of its columns."""
+    return gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
 @gluon.jit
 def _halves(tile):
     """(m, 2 n) -> two of (m, n): the left and the right columns. Register names only, nothing moves."""
     return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _eighths(tile):
+    """(m, 8 n) -> eight of (m, n), from left to right. As _halves."""
+    parts = ()
+    for i in gl.static_range(8):
+        part = _halves(_halves(_halves(tile)[i // 4])[i // 2 % 2])[i % 2]
+        parts = parts + (gl.convert_layout(part, _registers(tile.shape[1] // 8)),)
+    return parts
 
 
 @gluon.jit
@@ -204,22 +222,12 @@ def _store_part(values, out, row, column, staging, slot: gl.constexpr, ADD: gl.c
 
 
 @gluon.jit
-def _store_tile(half: gl.constexpr, tile, out, row, column, staging, layout: gl.constexpr, ADD: gl.constexpr):
-    """A consumer's tile, in as many parts as `layout`'s width asks for (4 or 8), through its two blocks of staging."""
-    parts: gl.constexpr = tile.shape[1] // staging.shape[2]
-    for i in gl.static_range(2):
-        side = _halves(tile)[i]
-        for j in gl.static_range(2):
-            quarter = _halves(side)[j]
-            if parts == 4:
-                part = gl.convert_layout(quarter, layout)
-                at = column + (2 * i + j) * staging.shape[2]
-                _store_part(part, out, row, at, staging, 2 * half + j, ADD)
-            else:
-                for k in gl.static_range(2):
-                    part = gl.convert_layout(_halves(quarter)[k], layout)
-                    at = column + (4 * i + 2 * j + k) * staging.shape[2]
-                    _store_part(part, out, row, at, staging, 2 * half + k, ADD)
+def _store_eighths(half: gl.constexpr, parts, out, row, column, staging):
+    """A consumer's tile, two eighths at a time, through its two blocks of staging."""
+    for i in gl.static_range(4):
+        pair = gl.join(parts[2 * i], parts[2 * i + 1]).permute([0, 2, 1]).reshape([parts[0].shape[0], PART])
+        values = gl.convert_layout(pair, _registers(PART))
+        _store_part(values, out, row, column + i * PART, staging, 2 * half + i % 2, False)
 
 
 @gluon.jit
@@ -239,21 +247,21 @@ def _forward_tiles(
     )
     COMPUTE: gl.constexpr = x_blocks.dtype
     size: gl.constexpr = ROWS // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
-    rows_of: gl.constexpr = gl.SliceLayout(1, layout)
+    INFINITE: gl.constexpr = not STORE or (HAS_BIAS and not HAS_SOFTCAP)  # z may be -inf where its reference is not
+    rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
+    columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
     step, steps = 0, _steps(H)
     # The last tile's E, which is not stored yet. At first there is none, and what lies beyond the rows isn't written.
-    stored = gl.zeros([size, COLUMNS], exps.dtype, layout)
+    stored = _eighths(gl.zeros([size, COLUMNS], exps.dtype, _registers(COLUMNS)))
     stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
-        z = gl.zeros([size, COLUMNS], gl.float32, layout)
-        z = _begin(half, x_blocks, w_blocks, ring, step, z, True)
+        product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS))
+        product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
         if STORE:
-            _store_tile(half, stored, exps, stored_row, stored_column, staging, part, False)
+            _store_eighths(half, stored, exps, stored_row, stored_column, staging)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
         y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
@@ -262,31 +270,44 @@ def _forward_tiles(
         c = gl.zeros([size], gl.float32, rows_of)
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
-        z = _finish(half, x_blocks, w_blocks, ring, step, z, steps, True)
+        product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, True)
         step += steps
 
-        at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-        columns = column + at
-        if HAS_BIAS:
-            z += column_bias(bias, columns, V, COMPUTE)[None, :]
-        z = transform(z, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
-        if column + COLUMNS > V:
-            # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
-            outside = c[:, None] + LOG_ZERO if STORE else gl.full([size, COLUMNS], float("-inf"), gl.float32, layout)
-            z = gl.where((columns < V)[None, :], z, outside)
-        m = gl.max(z, 1)
+        at = gl.arange(0, EIGHTH, layout=columns_of)
+        products, z = _eighths(product), ()
+        for i in gl.static_range(8):
+            part, columns = products[i], column + i * EIGHTH + at
+            if HAS_BIAS:
+                part += column_bias(bias, columns, V, COMPUTE)[None, :]
+            part = transform(part, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
+            if column + (i + 1) * EIGHTH > V:
+                # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
+                outside = c[:, None] + LOG_ZERO if STORE else float("-inf")
+                part = gl.where((columns < V)[None, :], part, outside)
+            highest = part if i == 0 else gl.maximum(highest, part)
+            z = z + (part,)
+        m = gl.max(highest, 1)
         if not STORE:
             c = gl.where(m == float("-inf"), 0.0, m)
         if has_target:
-            z_y, before = target_logit(z, at[None, :] - y[:, None])
+            at_target, before = target_and_before(z[0], at[None, :] - y[:, None])
+            for i in gl.static_range(1, 8):
+                target_here, before_here = target_and_before(z[i], at[None, :] - (y - i * EIGHTH)[:, None])
+                at_target, before = at_target + target_here, gl.maximum(before, before_here)
+            z_y = gl.sum(at_target, 1)
             gl.store(target_z + rows, z_y, mask=here)
-            gl.store(target_beaten + rows, (before >= z_y).to(gl.float32), mask=here)
-        class_w = (columns < V).to(gl.float32)
-        if HAS_CLASS_WEIGHT:
-            class_w = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
-        e, total, dot, squares, shifted = exponentials(
-            z, c, class_w, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, False
-        )
+            gl.store(target_beaten + rows, (gl.max(before, 1) >= z_y).to(gl.float32), mask=here)
+        sums, stored, weight = (0.0, 0.0, 0.0, 0.0), (), 0.0
+        for i in gl.static_range(8):
+            columns = column + i * EIGHTH + at
+            class_w = (columns < V).to(gl.float32)
+            if HAS_CLASS_WEIGHT:
+                class_w = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
+            weight += class_w
+            e, sums = exponentials(z[i], c, class_w, sums, i == 0, INFINITE, ENTROPY, SQUARES, SHIFTED, False)
+            stored = stored + (chain(e, z[i], softcap, HAS_SOFTCAP).to(exps.dtype),)
+        stored_row, stored_column = row, column
+        total, dot, squares, shifted = row_sums(sums, ENTROPY, SQUARES, SHIFTED, False)
         partial = column_tile.to(gl.int64) * R + rows
         gl.store(tile_max + partial, m, mask=live)
         gl.store(tile_sum + partial, total, mask=live)
@@ -296,12 +317,9 @@ def _forward_tiles(
             gl.store(tile_squares + partial, squares, mask=live)
         if SHIFTED:
             gl.store(tile_shifted + partial, shifted, mask=live)
-            gl.store(tile_weight + column_tile, gl.sum(class_w, 0))  # the same from every row tile
-        if STORE:
-            stored = chain(e, z, softcap, HAS_SOFTCAP).to(exps.dtype)
-            stored_row, stored_column = row, column
+            gl.store(tile_weight + column_tile, gl.sum(weight, 0))  # the same from every row tile
     if STORE:
-        _store_tile(half, stored, exps, stored_row, stored_column, staging, part, False)
+        _store_eighths(half, stored, exps, stored_row, stored_column, staging)
         tma.store_wait(0)
 
 
@@ -356,19 +374,18 @@ def _dlogits_tiles(
     ) = operands  # fmt: skip
     COMPUTE: gl.constexpr = x_blocks.dtype
     size: gl.constexpr = ROWS // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
-    rows_of: gl.constexpr = gl.SliceLayout(1, layout)
+    rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
+    columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
     step, steps = 0, _steps(H)
-    stored = gl.zeros([size, COLUMNS], out.dtype, layout)  # as in _forward_tiles
+    stored = _eighths(gl.zeros([size, COLUMNS], out.dtype, _registers(COLUMNS)))  # as in _forward_tiles
     stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
-        z = gl.zeros([size, COLUMNS], gl.float32, layout)
-        z = _begin(half, x_blocks, w_blocks, ring, step, z, True)
-        _store_tile(half, stored, out, stored_row, stored_column, staging, part, False)
+        product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS))
+        product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
+        _store_eighths(half, stored, out, stored_row, stored_column, staging)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
         y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
@@ -382,28 +399,40 @@ def _dlogits_tiles(
         if HAS_D:
             d = gl.load(row_d + rows, mask=live, other=0.0)
         has_target = gl.max(((y >= 0) & (y < COLUMNS)).to(gl.int32), 0) > 0
-        z = _finish(half, x_blocks, w_blocks, ring, step, z, steps, True)
+        product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, True)
         step += steps
 
-        at = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-        columns = column + at
-        if HAS_BIAS:
-            z += column_bias(bias, columns, V, COMPUTE)[None, :]
-        z = transform(z, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
-        value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
+        at = gl.arange(0, EIGHTH, layout=columns_of)
+        products, stored = _eighths(product), ()
+        for i in gl.static_range(8):
+            z, columns = products[i], column + i * EIGHTH + at
+            if HAS_BIAS:
+                z += column_bias(bias, columns, V, COMPUTE)[None, :]
+            z = transform(z, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
+            value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
+            if HAS_D:
+                w_j = gl.full([EIGHTH], 1.0, gl.float32, columns_of)
+                if HAS_CLASS_WEIGHT:
+                    w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
+                value += d[:, None] * w_j[None, :]
+            stored = stored + (chain(value, z, softcap, HAS_SOFTCAP).to(out.dtype),)
         if has_target:
             t = gl.load(row_t + rows, mask=live, other=0.0)
             log_prob = gl.load(row_log_prob + rows, mask=live, other=0.0)
-            at_target = target_gradient(log_prob, entropy, a, b, t, HAS_B, False)
-            value = gl.where(at[None, :] == y[:, None], at_target[:, None], value)
-        if HAS_D:
-            w_j = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(0, layout))
-            if HAS_CLASS_WEIGHT:
-                w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
-            value += d[:, None] * w_j[None, :]
-        stored = chain(value, z, softcap, HAS_SOFTCAP).to(out.dtype)
+            value_y = target_gradient(log_prob, entropy, a, b, t, HAS_B, False)
+            if HAS_D:
+                w_y = gl.full([size], 1.0, gl.float32, rows_of)
+                if HAS_CLASS_WEIGHT:
+                    w_y = gl.load(class_weight + (column + y), mask=(y >= 0) & (y < COLUMNS), other=0.0).to(gl.float32)
+                value_y += d * w_y
+            value_y = chain(value_y, log_prob + log_sum + m, softcap, HAS_SOFTCAP).to(out.dtype)
+            replaced = ()
+            for i in gl.static_range(8):
+                here = at[None, :] == (y - i * EIGHTH)[:, None]
+                replaced = replaced + (gl.where(here, value_y[:, None], stored[i]),)
+            stored = replaced
         stored_row, stored_column = row, column
-    _store_tile(half, stored, out, stored_row, stored_column, staging, part, False)
+    _store_eighths(half, stored, out, stored_row, stored_column, staging)
     tma.store_wait(0)
 
 
@@ -468,16 +497,16 @@ def _weight_tiles(
     """Consumer of weight_kernel."""
     e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles = operands
     size: gl.constexpr = CLASSES // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 8, 16])
     step, steps = 0, _steps(R)
     for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
-        accumulator = gl.zeros([size, WIDTH], gl.float32, layout)
+        accumulator = gl.zeros([size, WIDTH], gl.float32, _registers(WIDTH))
         accumulator = _begin(half, e_blocks, x_blocks, ring, step, accumulator, False)
         accumulator = _finish(half, e_blocks, x_blocks, ring, step, accumulator, steps, False)
         step += steps
-        _store_tile(half, accumulator, out, first, column, staging, part, ACCUMULATE)
+        parts = _eighths(accumulator)
+        for i in gl.static_range(8):
+            _store_part(parts[i], out, first, column + i * (WIDTH // 8), staging, 2 * half + i % 2, ACCUMULATE)
     tma.store_wait(0)
 
 

@@ -72,23 +72,23 @@ def exp(d, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def tanh(y, scale, SERIES: tl.constexpr):
-    """tanh(x) of x = y * scale without a library call: 1 - 2 / (exp(2x) + 1), which saturates at +-1 and keeps NaN.
+def capped(y, softcap, SERIES: tl.constexpr):
+    """softcap * tanh(y / softcap) without a library call: with u = 2 / (exp(2 y / softcap) + 1), tanh is 1 - u, which
+    saturates at +-1 and keeps NaN.
 
-    Its absolute error is 4e-7, with the reciprocal as the square of an approximate root: two instructions where a
-    division is eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and as much relative to tanh near 0, where it
-    is the odd series.
+    tanh's absolute error is 4e-7, with u as the square of an approximate root: two instructions where a division is
+    eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and as much relative to tanh near 0, where it is the odd
+    series.
     """
-    e = tl.exp2(y * (scale * (2.0 * LOG2_E))) + 1.0
+    e = tl.exp2(y * (2.0 * LOG2_E / softcap))
     if SERIES:
-        value = 1.0 - 2.0 / e
-        x = y * scale
+        x = y * (1.0 / softcap)
         s = x * x
         series = x * (1.0 + s * (-1.0 / 3.0 + s * (2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0)))))
-        value = tl.where((x < 0.15) & (x > -0.15), series, value)
+        value = softcap * tl.where((x < 0.15) & (x > -0.15), series, 1.0 - 2.0 / (e + 1.0))
     else:
-        root = tl.rsqrt(e)
-        value = 1.0 - 2.0 * (root * root)
+        root = tl.rsqrt(tl.fma(e, 0.5, 0.5))
+        value = tl.fma(root * root, -softcap, softcap)
     return value
 
 
@@ -112,7 +112,7 @@ def transform(
     if SCALED:
         z = z * logit_scale
     if HAS_SOFTCAP:
-        z = softcap * tanh(z, 1.0 / softcap, HAS_SOFTCAP == 2)
+        z = capped(z, softcap, HAS_SOFTCAP == 2)
     return z
 
 
@@ -135,44 +135,57 @@ def reference_error(c, PRECISE: tl.constexpr):
 
 @triton.jit
 def exponentials(
-    z, c, class_w, INFINITE: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr,
-    PRECISE: tl.constexpr,
+    z, c, class_w, sums, FIRST: tl.constexpr, INFINITE: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """e = exp(z - c) of a tile, and its row sums of e, e (z - c), e^2 and w (z - c); what is not asked for is the
-    first sum. INFINITE: z may be -inf where c is finite.
+    """e = exp(z - c), and `sums`, element by element, of e, e (z - c), e^2 and w (z - c) over the parts that a tile's
+    columns are worked on in, this one added (FIRST: there is none before it). INFINITE: z may be -inf where c is
+    finite.
 
     Unless PRECISE, z - c is one fused multiplication and addition in units of log 2, and c is c - reference_error(c):
     the same for the whole row, so that only a sum's meaning depends on it.
     """
+    total, dot, squares, shifted = sums
     if PRECISE:
         d = z - c[:, None]
         e = exp(d, True)
     else:
         d = tl.fma(z, LOG2_E, -(c * LOG2_E)[:, None])
         e = tl.exp2(d)
-    total = tl.sum(e, 1)
-    dot, squares, shifted = total, total, total
+    total = e if FIRST else total + e
     if SHIFTED:
         # A class of weight 0 adds nothing, also when its logit is -inf.
-        shifted = tl.sum(tl.where((class_w == 0.0)[None, :], 0.0, d * class_w[None, :]), 1)
+        term = tl.where((class_w == 0.0)[None, :], 0.0, d * class_w[None, :])
+        shifted = term if FIRST else shifted + term
     if SQUARES:
-        squares = tl.sum(e * e, 1)
+        squares = e * e if FIRST else tl.fma(e, e, squares)
     if ENTROPY:
         if INFINITE:
             d = tl.maximum(d, LOG_ZERO)
-        dot = tl.sum(e * d, 1)
-    if not PRECISE:
-        dot, shifted = dot * LN_2, shifted * LN_2
-    return e, total, dot, squares, shifted
+        dot = e * d if FIRST else tl.fma(e, d, dot)
+    return e, (total, dot, squares, shifted)
 
 
 @triton.jit
-def target_logit(z, past):
-    """(z_y, the largest z of an earlier class of the tile); past: how many columns past the target each one is. Rows
-    whose target is not in the tile give 0."""
-    z_y = tl.sum(tl.where(past == 0, z, 0.0), 1)
-    before = tl.max(tl.where(past < 0, z, float("-inf")), 1)
-    return z_y, before
+def row_sums(sums, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, PRECISE: tl.constexpr):
+    """The row sums of what exponentials() has left, in nats; what is not asked for is the first sum."""
+    UNIT: tl.constexpr = 1.0 if PRECISE else LN_2
+    total = tl.sum(sums[0], 1)
+    dot, squares, shifted = total, total, total
+    if ENTROPY:
+        dot = tl.sum(sums[1], 1) * UNIT
+    if SQUARES:
+        squares = tl.sum(sums[2], 1)
+    if SHIFTED:
+        shifted = tl.sum(sums[3], 1) * UNIT
+    return total, dot, squares, shifted
+
+
+@triton.jit
+def target_and_before(z, past):
+    """z where it is the target's and 0 elsewhere, z of earlier classes and -inf elsewhere; past: how many columns past
+    the target each one is."""
+    return tl.where(past == 0, z, 0.0), tl.where(past < 0, z, float("-inf"))
 
 
 @triton.jit
