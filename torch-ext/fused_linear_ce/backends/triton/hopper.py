@@ -284,8 +284,10 @@ def _forward_tiles(
                 # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
                 outside = c[:, None] + LOG_ZERO if STORE else float("-inf")
                 part = gl.where((columns < V)[None, :], part, outside)
-            highest = part if i == 0 else gl.maximum(highest, part)
             z = z + (part,)
+        highest = z[0]
+        for i in gl.static_range(1, 8):
+            highest = gl.maximum(highest, z[i])
         m = gl.max(highest, 1)
         if not STORE:
             c = gl.where(m == float("-inf"), 0.0, m)
