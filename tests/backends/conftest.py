@@ -19,6 +19,25 @@ def base(kernel):
 
 
 @pytest.fixture
+def backend(kernel):
+    return submodule(kernel, "backends.triton")
+
+
+@pytest.fixture
+def launches(backend, monkeypatch):
+    """The launches of the GEMM kernels, as they were set up."""
+    made = []
+
+    class Launch(backend._Launch):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(backend, "_Launch", Launch)
+    return made
+
+
+@pytest.fixture
 def coefficients_type(kernel):
     return submodule(kernel, "loss").Coefficients
 

@@ -18,25 +18,6 @@ from .reference import BF16, FP16, FP32, FP64, check_forward, make_chunk, overfl
 STORED = {"rtol": 2**-8, "atol": 1e-7}  # scale * E, with E in bf16
 
 
-@pytest.fixture
-def backend(kernel):
-    return submodule(kernel, "backends.triton")
-
-
-@pytest.fixture
-def launches(backend, monkeypatch):
-    """The launches of the GEMM kernels, as they were set up."""
-    made = []
-
-    class Launch(backend._Launch):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(backend, "_Launch", Launch)
-    return made
-
-
 OPTIONS = [
     {},
     {"bias": True, "class_weight": True},

@@ -16,17 +16,14 @@ whose loss exceeds LIMIT nats, or whose target has no finite logit.
 import triton
 import triton.language as tl
 
+from .epilogues import tile_statistics
 from .logits import (
     LOG_ZERO,
     PER_CALL,
-    chain,
     column_bias,
     exp,
-    exponentials,
     reference_error,
     row_scratch,
-    row_sums,
-    target_and_before,
     tile_order,
     tile_partials,
     tile_product,
@@ -85,8 +82,10 @@ def reference_kernel(
         a = tl.load(x_rows + (k + depth)[None, :], mask=mask, other=0.0)
         b = tl.load(w_rows + (k + depth).to(tl.int64)[None, :] * stride_wh, mask=mask, other=0.0)
         dot += a.to(tl.float32) * b.to(COMPUTE).to(tl.float32)
-    beta = column_bias(bias, tl.where(known, y, 0), V, COMPUTE) if HAS_BIAS else 0.0
-    z = transform(tl.sum(dot, 1), beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
+    z = tl.sum(dot, 1)
+    if HAS_BIAS:
+        z += column_bias(bias, tl.where(known, y, 0), V, COMPUTE)
+    z = transform(z, logit_scale, softcap, SCALED, HAS_SOFTCAP)
     z = tl.where((z > float("-inf")) & (z < float("inf")), z, FAR_BELOW)
     z = tl.where(known, z, 0.0)
     tl.store(reference + rows, z, mask=rows < R)
@@ -108,11 +107,7 @@ def forward_kernel(
     last three if asked for), with c the row's reference where E is stored and the tile's own maximum elsewhere. The
     tile that holds a row's target writes its logit, and whether an earlier class of the tile reaches it.
     """
-    reference, target_z, target_beaten, marked, any_marked = row_scratch(scratch, R)
-    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
-        partials, plane, ENTROPY, SQUARES, SHIFTED
-    )
-    PRECISE: tl.constexpr = COMPUTE == tl.float32
+    reference, _, _, marked, any_marked = row_scratch(scratch, R)
     if REPAIR:
         if tl.load(any_marked) == 0.0:
             return
@@ -121,7 +116,6 @@ def forward_kernel(
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         rows = row + tl.arange(0, ROWS)
-        columns = column + tl.arange(0, COLUMNS)
         live = rows < R
         run = True
         if REPAIR:
@@ -131,50 +125,22 @@ def forward_kernel(
                 x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS,
                 PRECISION,
             )  # fmt: skip
-            beta = column_bias(bias, columns, V, COMPUTE)[None, :] if HAS_BIAS else 0.0
-            z = transform(product, beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
-            if STORE:
-                c = tl.load(reference + rows, mask=live, other=0.0)
-                if column + COLUMNS > V:
-                    # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
-                    z = tl.where((columns < V)[None, :], z, c[:, None] + LOG_ZERO)
-                m = tl.max(z, 1)
-            else:
-                if column + COLUMNS > V:
-                    z = tl.where((columns < V)[None, :], z, float("-inf"))
-                m = tl.max(z, 1)
-                c = tl.where(m == float("-inf"), 0.0, m)
             y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
             here = (y >= 0) & (y < COLUMNS)
-            if tl.max(here.to(tl.int32), 0) > 0:
-                at_target, before = target_and_before(z, tl.arange(0, COLUMNS)[None, :] - y[:, None])
-                z_y = tl.sum(at_target, 1)
-                tl.store(target_z + rows, z_y, mask=here)
-                tl.store(target_beaten + rows, (tl.max(before, 1) >= z_y).to(tl.float32), mask=here)
-            class_w = (columns < V).to(tl.float32)
-            if HAS_CLASS_WEIGHT:
-                class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-            e, sums = exponentials(
-                z, c, class_w, (0.0, 0.0, 0.0, 0.0), True, HAS_BIAS or not STORE, ENTROPY, SQUARES, SHIFTED, PRECISE
-            )
-            total, dot, squares, shifted = row_sums(sums, ENTROPY, SQUARES, SHIFTED, PRECISE)
-            partial = column_tile.to(tl.int64) * R + rows
-            tl.store(tile_max + partial, m, mask=live)
-            tl.store(tile_sum + partial, total, mask=live)
-            if ENTROPY:
-                tl.store(tile_dot + partial, dot, mask=live)
-            if SQUARES:
-                tl.store(tile_squares + partial, squares, mask=live)
-            if SHIFTED:
-                tl.store(tile_shifted + partial, shifted, mask=live)
-                tl.store(tile_weight + column_tile, tl.sum(class_w, 0))  # the same from every row tile
+            c = tl.load(reference + rows, mask=live, other=0.0) if STORE else tl.zeros((ROWS,), dtype=tl.float32)
+            (e,) = tile_statistics(
+                (product,), tl.arange(0, COLUMNS), column_tile, rows, live, y, here, tl.max(here.to(tl.int32), 0) > 0,
+                c, bias, class_weight, scratch, partials, R, V, plane, logit_scale, softcap,
+                exps.dtype if DESCRIPTORS and STORE else exps.dtype.element_ty, COLUMNS, STORE,
+                SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, COMPUTE,
+            )  # fmt: skip
             if STORE:
-                value = chain(e, z, softcap, HAS_SOFTCAP)
                 if DESCRIPTORS:
-                    exps.store([row, column], value.to(exps.dtype))
+                    exps.store([row, column], e)
                 else:
+                    columns = column + tl.arange(0, COLUMNS)
                     at_e = exps + rows.to(tl.int64)[:, None] * stride_er + columns[None, :]
-                    tl.store(at_e, value.to(exps.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
+                    tl.store(at_e, e, mask=live[:, None] & (columns < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["column_tiles", "plane"])  # rows by 16: wide loads

@@ -3,17 +3,8 @@
 import triton
 import triton.language as tl
 
-from .logits import (
-    PER_CALL,
-    chain,
-    column_bias,
-    expm1,
-    gradient,
-    target_gradient,
-    tile_order,
-    tile_product,
-    transform,
-)
+from .epilogues import row_coefficients, tile_gradient
+from .logits import PER_CALL, chain, expm1, tile_order, tile_product
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -27,43 +18,34 @@ def dlogits_kernel(
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """out = chi * (p (a + b (log p + entropy)) + t [j = y] + d w_j), the gradient family of loss.py, with the logits
-    recomputed tile by tile as in forward_kernel."""
+    """out = the gradient family of loss.py, see tile_gradient, with the logits recomputed tile by tile as in
+    forward_kernel."""
     for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         rows = row + tl.arange(0, ROWS)
-        columns = column + tl.arange(0, COLUMNS)
         live = rows < R
         product = tile_product(
             x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS, PRECISION
         )
-        beta = column_bias(bias, columns, V, COMPUTE)[None, :] if HAS_BIAS else 0.0
-        z = transform(product, beta, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP)
-        m = tl.load(row_max + rows, mask=live, other=0.0)
-        log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
-        a = tl.load(row_a + rows, mask=live, other=0.0)
-        b = tl.load(row_b + rows, mask=live, other=0.0) if HAS_B else 0.0
-        entropy = tl.load(row_entropy + rows, mask=live, other=0.0) if HAS_B else 0.0
-        value = gradient(z, m, log_sum, entropy, a, b, HAS_B, COMPUTE == tl.float32)
         y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
-        if tl.max(((y >= 0) & (y < COLUMNS)).to(tl.int32), 0) > 0:
-            t = tl.load(row_t + rows, mask=live, other=0.0)
-            log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
-            at_target = target_gradient(log_prob, entropy, a, b, t, HAS_B, COMPUTE == tl.float32)
-            value = tl.where(tl.arange(0, COLUMNS)[None, :] == y[:, None], at_target[:, None], value)
-        if HAS_D:
-            d = tl.load(row_d + rows, mask=live, other=0.0)[:, None]
-            if HAS_CLASS_WEIGHT:
-                d = d * tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
-            value += d
-        value = chain(value, z, softcap, HAS_SOFTCAP)
+        here = (y >= 0) & (y < COLUMNS)
+        coefficients = row_coefficients(
+            row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B, HAS_D
+        )
+        (value,) = tile_gradient(
+            (product,), tl.arange(0, COLUMNS), column, rows, live, y, here, tl.max(here.to(tl.int32), 0) > 0,
+            coefficients, row_log_prob, row_t, bias, class_weight, V, logit_scale, softcap,
+            out.dtype if DESCRIPTORS else out.dtype.element_ty, COLUMNS,
+            SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
+        )  # fmt: skip
         if DESCRIPTORS:
-            out.store([row, column], value.to(out.dtype))
+            out.store([row, column], value)
         else:
+            columns = column + tl.arange(0, COLUMNS)
             at = out + rows.to(tl.int64)[:, None] * stride_or + columns[None, :]
-            tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (columns < V)[None, :])
+            tl.store(at, value, mask=live[:, None] & (columns < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -31,21 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .logits import (
-    LOG_ZERO,
-    PER_CALL,
-    chain,
-    column_bias,
-    exponentials,
-    gradient,
-    row_scratch,
-    row_sums,
-    target_and_before,
-    target_gradient,
-    tile_order,
-    tile_partials,
-    transform,
-)
+from .epilogues import row_coefficients, tile_gradient, tile_statistics
+from .logits import PER_CALL, row_scratch, tile_order
 
 # Renamed between the versions of Triton that are supported (3.6 to 3.9).
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -241,13 +228,8 @@ def _forward_tiles(
         x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     ) = operands  # fmt: skip
-    reference, target_z, target_beaten, _, _ = row_scratch(scratch, R)
-    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
-        partials, plane, ENTROPY, SQUARES, SHIFTED
-    )
-    COMPUTE: gl.constexpr = x_blocks.dtype
+    reference, _, _, _, _ = row_scratch(scratch, R)
     size: gl.constexpr = ROWS // 2
-    INFINITE: gl.constexpr = not STORE or (HAS_BIAS and not HAS_SOFTCAP)  # z may be -inf where its reference is not
     rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
     columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
     step, steps = 0, _steps(H)
@@ -266,60 +248,19 @@ def _forward_tiles(
         live = rows < R
         y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
         here = (y >= 0) & (y < COLUMNS)
-        has_target = gl.max(here.to(gl.int32), 0) > 0
+        any_here = gl.max(here.to(gl.int32), 0) > 0
         c = gl.zeros([size], gl.float32, rows_of)
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
         product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, True)
         step += steps
 
-        at = gl.arange(0, EIGHTH, layout=columns_of)
-        products, z = _eighths(product), ()
-        for i in gl.static_range(8):
-            part, columns = products[i], column + i * EIGHTH + at
-            if HAS_BIAS:
-                part += column_bias(bias, columns, V, COMPUTE)[None, :]
-            part = transform(part, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
-            if column + (i + 1) * EIGHTH > V:
-                # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
-                outside = c[:, None] + LOG_ZERO if STORE else float("-inf")
-                part = gl.where((columns < V)[None, :], part, outside)
-            z = z + (part,)
-        highest = z[0]
-        for i in gl.static_range(1, 8):
-            highest = gl.maximum(highest, z[i])
-        m = gl.max(highest, 1)
-        if not STORE:
-            c = gl.where(m == float("-inf"), 0.0, m)
-        if has_target:
-            at_target, before = target_and_before(z[0], at[None, :] - y[:, None])
-            for i in gl.static_range(1, 8):
-                target_here, before_here = target_and_before(z[i], at[None, :] - (y - i * EIGHTH)[:, None])
-                at_target, before = at_target + target_here, gl.maximum(before, before_here)
-            z_y = gl.sum(at_target, 1)
-            gl.store(target_z + rows, z_y, mask=here)
-            gl.store(target_beaten + rows, (gl.max(before, 1) >= z_y).to(gl.float32), mask=here)
-        sums, stored, weight = (0.0, 0.0, 0.0, 0.0), (), 0.0
-        for i in gl.static_range(8):
-            columns = column + i * EIGHTH + at
-            class_w = (columns < V).to(gl.float32)
-            if HAS_CLASS_WEIGHT:
-                class_w = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
-            weight += class_w
-            e, sums = exponentials(z[i], c, class_w, sums, i == 0, INFINITE, ENTROPY, SQUARES, SHIFTED, False)
-            stored = stored + (chain(e, z[i], softcap, HAS_SOFTCAP).to(exps.dtype),)
+        stored = tile_statistics(
+            _eighths(product), gl.arange(0, EIGHTH, layout=columns_of), column_tile, rows, live, y, here, any_here, c,
+            bias, class_weight, scratch, partials, R, V, plane, logit_scale, softcap, exps.dtype, COLUMNS, STORE,
+            SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, x_blocks.dtype,
+        )  # fmt: skip
         stored_row, stored_column = row, column
-        total, dot, squares, shifted = row_sums(sums, ENTROPY, SQUARES, SHIFTED, False)
-        partial = column_tile.to(gl.int64) * R + rows
-        gl.store(tile_max + partial, m, mask=live)
-        gl.store(tile_sum + partial, total, mask=live)
-        if ENTROPY:
-            gl.store(tile_dot + partial, dot, mask=live)
-        if SQUARES:
-            gl.store(tile_squares + partial, squares, mask=live)
-        if SHIFTED:
-            gl.store(tile_shifted + partial, shifted, mask=live)
-            gl.store(tile_weight + column_tile, gl.sum(weight, 0))  # the same from every row tile
     if STORE:
         _store_eighths(half, stored, exps, stored_row, stored_column, staging)
         tma.store_wait(0)
@@ -374,7 +315,6 @@ def _dlogits_tiles(
         row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     ) = operands  # fmt: skip
-    COMPUTE: gl.constexpr = x_blocks.dtype
     size: gl.constexpr = ROWS // 2
     rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
     columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
@@ -391,48 +331,19 @@ def _dlogits_tiles(
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
         y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
-        m = gl.load(row_max + rows, mask=live, other=0.0)
-        log_sum = gl.load(row_log_sum + rows, mask=live, other=0.0)
-        a = gl.load(row_a + rows, mask=live, other=0.0)
-        b, d, entropy = a, a, a
-        if HAS_B:
-            b = gl.load(row_b + rows, mask=live, other=0.0)
-            entropy = gl.load(row_entropy + rows, mask=live, other=0.0)
-        if HAS_D:
-            d = gl.load(row_d + rows, mask=live, other=0.0)
-        has_target = gl.max(((y >= 0) & (y < COLUMNS)).to(gl.int32), 0) > 0
+        here = (y >= 0) & (y < COLUMNS)
+        any_here = gl.max(here.to(gl.int32), 0) > 0
+        coefficients = row_coefficients(
+            row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B, HAS_D
+        )
         product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, True)
         step += steps
 
-        at = gl.arange(0, EIGHTH, layout=columns_of)
-        products, stored = _eighths(product), ()
-        for i in gl.static_range(8):
-            z, columns = products[i], column + i * EIGHTH + at
-            if HAS_BIAS:
-                z += column_bias(bias, columns, V, COMPUTE)[None, :]
-            z = transform(z, 0.0, logit_scale, softcap, SCALED, False, HAS_SOFTCAP)
-            value = gradient(z, m, log_sum, entropy, a, b, HAS_B, False)
-            if HAS_D:
-                w_j = gl.full([EIGHTH], 1.0, gl.float32, columns_of)
-                if HAS_CLASS_WEIGHT:
-                    w_j = gl.load(class_weight + columns, mask=columns < V, other=0.0).to(gl.float32)
-                value += d[:, None] * w_j[None, :]
-            stored = stored + (chain(value, z, softcap, HAS_SOFTCAP).to(out.dtype),)
-        if has_target:
-            t = gl.load(row_t + rows, mask=live, other=0.0)
-            log_prob = gl.load(row_log_prob + rows, mask=live, other=0.0)
-            value_y = target_gradient(log_prob, entropy, a, b, t, HAS_B, False)
-            if HAS_D:
-                w_y = gl.full([size], 1.0, gl.float32, rows_of)
-                if HAS_CLASS_WEIGHT:
-                    w_y = gl.load(class_weight + (column + y), mask=(y >= 0) & (y < COLUMNS), other=0.0).to(gl.float32)
-                value_y += d * w_y
-            value_y = chain(value_y, log_prob + log_sum + m, softcap, HAS_SOFTCAP).to(out.dtype)
-            replaced = ()
-            for i in gl.static_range(8):
-                here = at[None, :] == (y - i * EIGHTH)[:, None]
-                replaced = replaced + (gl.where(here, value_y[:, None], stored[i]),)
-            stored = replaced
+        stored = tile_gradient(
+            _eighths(product), gl.arange(0, EIGHTH, layout=columns_of), column, rows, live, y, here, any_here,
+            coefficients, row_log_prob, row_t, bias, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
+            SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, x_blocks.dtype,
+        )  # fmt: skip
         stored_row, stored_column = row, column
     _store_eighths(half, stored, out, stored_row, stored_column, staging)
     tma.store_wait(0)

@@ -99,16 +99,12 @@ def column_bias(bias, columns, V, compute_type: tl.constexpr):
 
 
 @triton.jit
-def transform(
-    product, bias, logit_scale, softcap, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """z = softcap * tanh(logit_scale * (product + bias) / softcap), with a bias that broadcasts to the product.
+def transform(product, logit_scale, softcap, SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """z = softcap * tanh(logit_scale * product / softcap), of a product that has its bias.
 
     HAS_SOFTCAP: 0 none; 1 with tanh's absolute error, times the softcap; 2 with its relative error.
     """
     z = product
-    if HAS_BIAS:
-        z += bias
     if SCALED:
         z = z * logit_scale
     if HAS_SOFTCAP:

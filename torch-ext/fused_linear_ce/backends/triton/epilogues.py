@@ -1,0 +1,156 @@
+"""What becomes of a tile of products, in the GEMM kernels' registers: its statistics and E, or dlogits.
+
+A tile comes and goes as a tuple of parts, its columns from left to right, and is worked on part by part, so that few
+values live at once: a thread that holds 128 logits has 100 registers for all else. Sums and maxima over the columns
+are taken element by element over the parts first, and once over what is left.
+
+    products   tuple of (rows, columns of a part) in fp32, without the bias
+    at         the columns of a part, from 0
+    column     of the vocabulary, where the tile begins
+    y          the column of a row's target in the tile; outside of it, the target is in another tile
+"""
+
+import triton
+import triton.language as tl
+
+from .logits import (
+    LOG_ZERO,
+    chain,
+    column_bias,
+    exponentials,
+    gradient,
+    row_scratch,
+    row_sums,
+    target_and_before,
+    target_gradient,
+    tile_partials,
+    transform,
+)
+
+
+@triton.jit
+def tile_statistics(
+    products, at, column_tile, rows, live, y, here, any_here, c, bias, class_weight, scratch, partials,
+    R, V, plane, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Leaves a tile's part of the statistics behind, as forward_kernels.forward_kernel says; returns its E chi in
+    DTYPE, which means nothing unless STORE. here: y is in the tile; any_here: in any row."""
+    _, target_z, target_beaten, _, _ = row_scratch(scratch, R)
+    tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
+        partials, plane, ENTROPY, SQUARES, SHIFTED
+    )
+    WIDTH: tl.constexpr = at.shape[0]
+    PARTS: tl.constexpr = COLUMNS // WIDTH
+    PRECISE: tl.constexpr = COMPUTE == tl.float32
+    INFINITE: tl.constexpr = not STORE or (HAS_BIAS and not HAS_SOFTCAP)  # z may be -inf where its reference is not
+    column = column_tile * COLUMNS
+    z = ()
+    for i in tl.static_range(PARTS):
+        part, columns = products[i], column + i * WIDTH + at
+        if HAS_BIAS:
+            part += column_bias(bias, columns, V, COMPUTE)[None, :]
+        part = transform(part, logit_scale, softcap, SCALED, HAS_SOFTCAP)
+        if column + (i + 1) * WIDTH > V:
+            # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
+            outside = c[:, None] + LOG_ZERO if STORE else float("-inf")
+            part = tl.where((columns < V)[None, :], part, outside)
+        z = z + (part,)
+    highest = z[0]
+    for i in tl.static_range(1, PARTS):
+        highest = tl.maximum(highest, z[i])
+    m = tl.max(highest, 1)
+    if not STORE:
+        c = tl.where(m == float("-inf"), 0.0, m)
+    if any_here:
+        at_target, before = target_and_before(z[0], at[None, :] - y[:, None])
+        for i in tl.static_range(1, PARTS):
+            target_here, before_here = target_and_before(z[i], at[None, :] - (y - i * WIDTH)[:, None])
+            at_target, before = at_target + target_here, tl.maximum(before, before_here)
+        z_y = tl.sum(at_target, 1)
+        tl.store(target_z + rows, z_y, mask=here)
+        tl.store(target_beaten + rows, (tl.max(before, 1) >= z_y).to(tl.float32), mask=here)
+    sums, weight, exps = (0.0, 0.0, 0.0, 0.0), 0.0, ()
+    for i in tl.static_range(PARTS):
+        columns = column + i * WIDTH + at
+        class_w = (columns < V).to(tl.float32)
+        if HAS_CLASS_WEIGHT:
+            class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
+        weight += class_w
+        e, sums = exponentials(z[i], c, class_w, sums, i == 0, INFINITE, ENTROPY, SQUARES, SHIFTED, PRECISE)
+        exps = exps + (chain(e, z[i], softcap, HAS_SOFTCAP).to(DTYPE),)
+    total, dot, squares, shifted = row_sums(sums, ENTROPY, SQUARES, SHIFTED, PRECISE)
+    partial = column_tile.to(tl.int64) * R + rows
+    tl.store(tile_max + partial, m, mask=live)
+    tl.store(tile_sum + partial, total, mask=live)
+    if ENTROPY:
+        tl.store(tile_dot + partial, dot, mask=live)
+    if SQUARES:
+        tl.store(tile_squares + partial, squares, mask=live)
+    if SHIFTED:
+        tl.store(tile_shifted + partial, shifted, mask=live)
+        tl.store(tile_weight + column_tile, tl.sum(weight, 0))  # the same from every row tile
+    return exps
+
+
+@triton.jit
+def row_coefficients(
+    row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B: tl.constexpr, HAS_D: tl.constexpr
+):
+    """What tile_gradient wants of each row: (m, log_sum, entropy, a, b, d)."""
+    m = tl.load(row_max + rows, mask=live, other=0.0)
+    log_sum = tl.load(row_log_sum + rows, mask=live, other=0.0)
+    a = tl.load(row_a + rows, mask=live, other=0.0)
+    entropy, b, d = a, a, a
+    if HAS_B:
+        entropy = tl.load(row_entropy + rows, mask=live, other=0.0)
+        b = tl.load(row_b + rows, mask=live, other=0.0)
+    if HAS_D:
+        d = tl.load(row_d + rows, mask=live, other=0.0)
+    return m, log_sum, entropy, a, b, d
+
+
+@triton.jit
+def tile_gradient(
+    products, at, column, rows, live, y, here, any_here, coefficients, row_log_prob, row_t, bias, class_weight,
+    V, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """A tile's chi (p (a + b (log p + entropy)) + t [j = y] + d w_j) in DTYPE, the gradient family of loss.py."""
+    m, log_sum, entropy, a, b, d = coefficients
+    WIDTH: tl.constexpr = at.shape[0]
+    PARTS: tl.constexpr = COLUMNS // WIDTH
+    PRECISE: tl.constexpr = COMPUTE == tl.float32
+    values = ()
+    for i in tl.static_range(PARTS):
+        z, columns = products[i], column + i * WIDTH + at
+        if HAS_BIAS:
+            z += column_bias(bias, columns, V, COMPUTE)[None, :]
+        z = transform(z, logit_scale, softcap, SCALED, HAS_SOFTCAP)
+        value = gradient(z, m, log_sum, entropy, a, b, HAS_B, PRECISE)
+        if HAS_D:
+            if HAS_CLASS_WEIGHT:
+                w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
+                value += d[:, None] * w[None, :]
+            else:
+                value += d[:, None]
+        values = values + (chain(value, z, softcap, HAS_SOFTCAP).to(DTYPE),)
+    if any_here:
+        # At the target by its own formula, from the row's statistics.
+        t = tl.load(row_t + rows, mask=live, other=0.0)
+        log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
+        value_y = target_gradient(log_prob, entropy, a, b, t, HAS_B, PRECISE)
+        if HAS_D:
+            if HAS_CLASS_WEIGHT:
+                value_y += d * tl.load(class_weight + (column + y), mask=here, other=0.0).to(tl.float32)
+            else:
+                value_y += d
+        value_y = chain(value_y, log_prob + log_sum + m, softcap, HAS_SOFTCAP).to(DTYPE)
+        replaced = ()
+        for i in tl.static_range(PARTS):
+            is_target = at[None, :] == (y - i * WIDTH)[:, None]
+            replaced = replaced + (tl.where(is_target, value_y[:, None], values[i]),)
+        values = replaced
+    return values
