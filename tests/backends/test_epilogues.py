@@ -1,4 +1,4 @@
-"""A tile in several parts, as Hopper's kernels work on it: the tests of test_triton.py with each tile in quarters, under
+"""A tile in several parts, as Hopper's kernels have it: the tests of test_triton.py with each tile in quarters, under
 Triton's interpreter. On a GPU there are kernels that do that by themselves."""
 
 import sys
