@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # run as a file
     __package__ = "benchmarks"
 
 from . import trl_report
+from .peers import contender
 from .workloads import SCENARIOS, SHAPES
 
 SCHEMA = 1
@@ -49,17 +50,23 @@ class Group:
 
     @property
     def contenders(self) -> list[str]:
-        names: list[str] = []
-        for case in self.cases.values():
-            names += [n for n in case["results"] if n not in names and n not in ("floor", "logits-gemm")]
-        # workspaces of this kernel stay together
-        return sorted(names, key=lambda n: (not n.startswith("ours"), names.index(n)))
+        names = [n for n in self._names() if not n.startswith("ours@")]
+        return sorted(names, key=lambda n: (n != "ours", names.index(n)))
 
-    def result(self, shape: str, contender: str) -> dict | None:
-        return self.cases[shape]["results"].get(contender)
+    @property
+    def workspaces(self) -> list[str]:
+        """This kernel with less or more memory than by default, smallest first."""
+        return sorted((n for n in self._names() if n.startswith("ours@")), key=lambda n: contender(n).workspace)
 
-    def label(self, contender: str) -> str:
-        return next(r["title"] for s in self.cases if (r := self.result(s, contender)))
+    def _names(self) -> list[str]:
+        names = dict.fromkeys(n for case in self.cases.values() for n in case["results"])
+        return [n for n in names if n not in ("floor", "logits-gemm")]
+
+    def result(self, shape: str, name: str) -> dict | None:
+        return self.cases[shape]["results"].get(name)
+
+    def label(self, name: str) -> str:
+        return next(r["title"] for s in self.cases if (r := self.result(s, name)))
 
 
 def read(results: Path) -> list[Group]:
@@ -127,22 +134,34 @@ def ratio_table(group: Group) -> list[str]:
     ]
     lines.append(_row([f"floor: {' + '.join(shortest)}", *floors]))
     for name in group.contenders:
-        cells = []
-        for shape in group.cases:
-            r = group.result(shape, name)
-            if r is None:
-                cells.append("not run")
-            elif r["status"] != "ok":
-                cells.append(r["status"])
-            elif "ratio_to_floor" not in r:
-                cells.append(f"{r['median_ms']:.1f} ms")
-            else:
-                mark = f" {EARLIER}" if "run" in r else ""
-                cells.append(f"{r['ratio_to_floor']:.2f} ({_mib(r['peak_extra_bytes'])}){mark}")
-        label = group.label(name)
+        label, cells = group.label(name), [_ratio_cell(group, shape, name) for shape in group.cases]
         if name == "ours":
             label, cells = f"**{label}**", [f"**{c}**" for c in cells]
         lines.append(_row([label, *cells]))
+    return lines
+
+
+def _ratio_cell(group: Group, shape: str, name: str) -> str:
+    r = group.result(shape, name)
+    if r is None:
+        return "not run"
+    if r["status"] != "ok":
+        return r["status"]
+    if "ratio_to_floor" not in r:
+        return f"{r['median_ms']:.1f} ms"
+    mark = f" {EARLIER}" if "run" in r else ""
+    return f"{r['ratio_to_floor']:.2f} ({_mib(r['peak_extra_bytes'])}){mark}"
+
+
+def workspace_table(group: Group) -> list[str]:
+    """Time against memory: a column for each shape that was timed with other workspaces than the default."""
+    shapes = [s for s in group.cases if any(group.result(s, n) for n in group.workspaces)]
+    if not shapes:
+        return []
+    lines = [_row(["workspace: x floor (extra MiB)", *shapes]), _row(["---"] * (len(shapes) + 1))]
+    for name in [*group.workspaces, "ours"]:
+        label = "default" if name == "ours" else name.removeprefix("ours@")
+        lines.append(_row([label, *(_ratio_cell(group, shape, name) for shape in shapes)]))
     return lines
 
 
@@ -252,6 +271,8 @@ def readme_block(groups: list[Group]) -> str:
         for g in main:
             lines += [f"### {g.title}, {g.device['name']}, {g.dtype}", "", *ratio_table(g), ""]
             lines += [f"![time and memory](benchmarks/results/{plot_name(g)})", "", provenance(g), ""]
+            if curve := workspace_table(g):
+                lines += [*curve, ""]
             if why := reasons(g):
                 lines += ["Without a figure:", "", *why, ""]
         if others := [g for g in mine if g not in main]:
@@ -275,6 +296,8 @@ def results_page(groups: list[Group]) -> str:
     for g in groups:
         sizes = "" if g.named else ", other sizes"
         lines += [f"## {g.title}; {g.inputs} inputs, {g.device['name']}, {g.dtype}{sizes}", "", *ratio_table(g), ""]
+        if curve := workspace_table(g):
+            lines += [*curve, ""]
         if errors := error_table(g):
             lines += [*errors, ""]
         lines += [provenance(g), ""]

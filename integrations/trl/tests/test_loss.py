@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fused_linear_ce_trl import cut_cross_entropy_loss, load_kernel
+from fused_linear_ce_trl import cut_cross_entropy_loss, load_kernel, loss
 from fused_linear_ce_trl.loss import IGNORE_INDEX
 
 IGNORED = 0.3
@@ -332,6 +332,39 @@ def allocations(f) -> list[int]:
         f()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+SHAPES = {
+    "Qwen3-0.6B": ((16384, 151936, 1024), 2048),
+    "gemma-3-270m": ((16384, 262144, 640), 1280),
+    "Llama-3.2-1B": ((16384, 128256, 2048), None),
+    "Qwen3-8B": ((8192, 151936, 4096), None),
+}
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SHAPES)
+def test_f3_exponentials_take_no_more_than_the_accumulator_of_the_heads_gradient(name, weight_dtype):
+    """On a GPU, by the kernel's own plan; None: the default's 4096 rows do, or there is no accumulator."""
+    (tokens, vocab, width), rows = SHAPES[name]
+    kernel, bf16 = load_kernel(), torch.bfloat16
+    sizes = (tokens, vocab, width, bf16, "cuda", bf16, weight_dtype, (True, True, False))
+    workspace = loss._smaller_workspace(kernel, *sizes)
+    if rows is None:
+        assert workspace is None
+        return
+    plan = kernel.plan(tokens, vocab, width, bf16, weight_dtype=weight_dtype, workspace=workspace)
+    default = kernel.plan(tokens, vocab, width, bf16, weight_dtype=weight_dtype)
+    assert plan.gradients == default.gradients == "forward"
+    assert plan.chunk_rows == rows < default.chunk_rows
+    assert rows * vocab * 2 <= vocab * width * 4
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_f3_the_workspace_of_a_cpu_or_a_frozen_head_is_the_default(frozen):
+    hidden, weight, _, _ = batch()
+    weight.requires_grad_(not frozen)
+    assert loss.workspace(load_kernel(), hidden, weight, None) is None
 
 
 def test_r7_labels_or_shift_labels_are_required():
