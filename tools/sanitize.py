@@ -5,9 +5,9 @@
 torch's caching allocator is switched off, so that an access beyond a tensor is one beyond an allocation.
 
 racecheck does not follow the barriers with which Triton tells a kernel's warps what to run (warp_specialize): it
-reports the number of a warp's partition, read where the kernel begins and written where its partitions begin and end. A
-report is laid to that, and counted, if all its lines are the kernel's `def` or its `gl.warp_specialize(`, and if racecheck says
-the same of racecheck_control.py, whose partitions share nothing else. Any other report is an error.
+reports the number of a warp's partition, read where the kernel begins and written where its partitions begin and end.
+A report is laid to that, and counted, if all its lines are the kernel's `def` or its `gl.warp_specialize(`, and if
+racecheck says the same of racecheck_control.py, whose partitions share nothing else. Any other report is an error.
 """
 
 import argparse
