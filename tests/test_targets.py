@@ -49,11 +49,11 @@ TYPES = {name: kind for table in (POINTERS, NUMBERS) for kind, names in table.it
 ALL = dict(SCALED=True, HAS_BIAS=True, HAS_SOFTCAP=True, HAS_CLASS_WEIGHT=True)
 FORWARD = dict(
     SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, ENTROPY=True, SQUARES=False,
-    SHIFTED=False, REPAIR=False, PROGRAMS=132,
+    SHIFTED=False, REPAIR=False,
 )  # fmt: skip
 EVERYTHING = dict(ALL, SQUARES=True, SHIFTED=True)
 DLOGITS = dict(
-    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, HAS_B=False, HAS_D=False, PROGRAMS=132,
+    SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, HAS_B=False, HAS_D=False,
 )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def variants(target: str, tuning) -> list:
 
 def hopper(add) -> None:
     """The pipelined kernels: names that end in "bare" are what a trainer runs."""
-    options = dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, GROUP=16, PROGRAMS=132)
+    options = dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, GROUP=16)
     forward = dict(options, STORE=True, ENTROPY=True, SQUARES=False, SHIFTED=False)
     dlogits = dict(options, HAS_B=False, HAS_D=False)
     for dtype in ("bf16", "fp16"):
@@ -148,7 +148,7 @@ def hopper(add) -> None:
         add(f"hopper {dtype} all", "hopper.dlogits_kernel", everything, types)
     for accumulate in (False, True):
         for classes, width in ((128, 256), (256, 128)):
-            constants = dict(PROGRAMS=132, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width)
+            constants = dict(ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width)
             types = {"e": "bf16", "x": "bf16", "out": "fp32"}
             add(f"hopper {classes}x{width} accumulate={accumulate} bare", "hopper.weight_kernel", constants, types)
 

@@ -84,8 +84,7 @@ class _Launch:
         self.tiles = t = tiles
         self.row_tiles = _cdiv(self.rows, t.rows)
         self.column_tiles = _cdiv(self.vocab, t.columns)
-        programs = tuning.multiprocessors(x.device)
-        self.grid = (programs,)
+        self.grid = (tuning.multiprocessors(x.device),)
         self.bias = x if head.bias is None else head.bias.contiguous()  # x: a pointer that the kernel will not read
         self.class_weight = x if head.class_weight is None else head.class_weight.contiguous()
         softcap = 1.0 if head.softcap is None else head.softcap
@@ -94,7 +93,6 @@ class _Launch:
         self.scalars = (head.logit_scale, softcap)
         self.flags = {
             "GROUP": t.group,
-            "PROGRAMS": programs,
             "SCALED": head.logit_scale != 1.0,
             "HAS_BIAS": head.bias is not None,
             "HAS_SOFTCAP": _softcap_kind(x.dtype, head.softcap),
@@ -301,11 +299,10 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
     (rows, vocab), hidden_size = e.shape, x.shape[1]
     classes, width = tuning.weight_tile(hidden_size)
     class_tiles, width_tiles = _cdiv(vocab, classes), _cdiv(hidden_size, width)
-    programs = tuning.multiprocessors(e.device)
     with _guard(e):
-        hopper.weight_kernel[(programs,)](
+        hopper.weight_kernel[(tuning.multiprocessors(e.device),)](
             *hopper.weight_descriptors(e, x, out, classes, width), rows, class_tiles, width_tiles,
-            PROGRAMS=programs, ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
+            ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
         )  # fmt: skip
 
 

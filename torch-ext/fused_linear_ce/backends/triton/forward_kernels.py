@@ -97,7 +97,7 @@ def forward_kernel(
     R, V, H, row_tiles, column_tiles, plane,
     stride_xr, stride_wv, stride_wh, stride_er, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     STORE: tl.constexpr, REPAIR: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
@@ -111,7 +111,7 @@ def forward_kernel(
     if REPAIR:
         if tl.load(any_marked) == 0.0:
             return
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS
         column = column_tile * COLUMNS

@@ -14,13 +14,13 @@ def dlogits_kernel(
     R, V, H, row_tiles, column_tiles,
     stride_xr, stride_wv, stride_wh, stride_or, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """out = the gradient family of loss.py, see tile_gradient, with the logits recomputed tile by tile as in
     forward_kernel."""
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS
         column = column_tile * COLUMNS

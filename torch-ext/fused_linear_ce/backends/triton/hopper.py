@@ -176,13 +176,11 @@ def _eighths(tile):
 
 
 @gluon.jit
-def _load_logits(
-    x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP: gl.constexpr, PROGRAMS: gl.constexpr
-):
+def _load_logits(x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP: gl.constexpr):
     """Producer of x (rows, H) and w (classes, H)."""
     half: gl.constexpr = ROWS // 2
     step = 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         for i in range(_steps(H)):
             stage, full = _slot(step, ring)
@@ -219,7 +217,7 @@ def _store_eighths(half: gl.constexpr, parts, out, row, column, staging):
 
 @gluon.jit
 def _forward_tiles(
-    half: gl.constexpr, operands, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STORE: gl.constexpr,
+    half: gl.constexpr, operands, GROUP: gl.constexpr, STORE: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     ENTROPY: gl.constexpr, SQUARES: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
@@ -236,7 +234,7 @@ def _forward_tiles(
     # The last tile's E, which is not stored yet. At first there is none, and what lies beyond the rows isn't written.
     stored = _eighths(gl.zeros([size, COLUMNS], exps.dtype, _registers(COLUMNS)))
     stored_row, stored_column = row_tiles * ROWS, 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
@@ -270,7 +268,7 @@ def _forward_tiles(
 def forward_kernel(
     x, w, bias, targets, class_weight, scratch, exps, partials,
     R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STORE: gl.constexpr,
+    GROUP: gl.constexpr, STORE: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     ENTROPY: gl.constexpr, SQUARES: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
@@ -289,14 +287,14 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_forward_tiles, (
-                0, operands, GROUP, PROGRAMS, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
+                0, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
                 SQUARES, SHIFTED,
             )),
             (_forward_tiles, (
-                1, operands, GROUP, PROGRAMS, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
+                1, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
                 SQUARES, SHIFTED,
             )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
+            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -305,7 +303,7 @@ def forward_kernel(
 
 @gluon.jit
 def _dlogits_tiles(
-    half: gl.constexpr, operands, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    half: gl.constexpr, operands, GROUP: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     HAS_B: gl.constexpr, HAS_D: gl.constexpr,
 ):  # fmt: skip
@@ -321,7 +319,7 @@ def _dlogits_tiles(
     step, steps = 0, _steps(H)
     stored = _eighths(gl.zeros([size, COLUMNS], out.dtype, _registers(COLUMNS)))  # as in _forward_tiles
     stored_row, stored_column = row_tiles * ROWS, 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
@@ -353,7 +351,7 @@ def _dlogits_tiles(
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
     row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d, out,
-    R, V, H, row_tiles, column_tiles, logit_scale, softcap, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    R, V, H, row_tiles, column_tiles, logit_scale, softcap, GROUP: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     HAS_B: gl.constexpr, HAS_D: gl.constexpr,
 ):  # fmt: skip
@@ -370,12 +368,12 @@ def dlogits_kernel(
     gl.warp_specialize(
         [
             (_dlogits_tiles, (
-                0, operands, GROUP, PROGRAMS, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
+                0, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
             )),
             (_dlogits_tiles, (
-                1, operands, GROUP, PROGRAMS, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
+                1, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
             )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP, PROGRAMS)),
+            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -384,13 +382,13 @@ def dlogits_kernel(
 
 @gluon.jit
 def _load_transposed(
-    e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr,
+    e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles,
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Producer of e (rows, V) and x (rows, H), in blocks of DEPTH rows."""
     half: gl.constexpr = CLASSES // 2
     step = 0
-    for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
+    for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
         first, column = tile // width_tiles * CLASSES, tile % width_tiles * WIDTH
         for i in range(_steps(R)):
             stage, full = _slot(step, ring)
@@ -404,14 +402,14 @@ def _load_transposed(
 
 @gluon.jit
 def _weight_tiles(
-    half: gl.constexpr, operands, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    half: gl.constexpr, operands, ACCUMULATE: gl.constexpr,
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of weight_kernel."""
     e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles = operands
     size: gl.constexpr = CLASSES // 2
     step, steps = 0, _steps(R)
-    for tile in range(gl.program_id(0), class_tiles * width_tiles, PROGRAMS):
+    for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
         accumulator = gl.zeros([size, WIDTH], gl.float32, _registers(WIDTH))
         accumulator = _begin(half, e_blocks, x_blocks, ring, step, accumulator, False)
@@ -425,7 +423,7 @@ def _weight_tiles(
 
 @gluon.jit(do_not_specialize=["R", "class_tiles", "width_tiles"])
 def weight_kernel(
-    e, x, out, R, class_tiles, width_tiles, PROGRAMS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    e, x, out, R, class_tiles, width_tiles, ACCUMULATE: gl.constexpr,
     CLASSES: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """out (V, H) fp32 (+)= e^T x in tiles of CLASSES x WIDTH, for e (R, V) and x (R, H) as tensor descriptors of
@@ -441,10 +439,10 @@ def weight_kernel(
     operands = (e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles)
     gl.warp_specialize(
         [
-            (_weight_tiles, (0, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
-            (_weight_tiles, (1, operands, PROGRAMS, ACCUMULATE, CLASSES, WIDTH)),
+            (_weight_tiles, (0, operands, ACCUMULATE, CLASSES, WIDTH)),
+            (_weight_tiles, (1, operands, ACCUMULATE, CLASSES, WIDTH)),
             (_load_transposed, (
-                e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, PROGRAMS, CLASSES, WIDTH,
+                e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH,
             )),
         ],
         [4, 1],
