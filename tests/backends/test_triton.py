@@ -307,6 +307,22 @@ class TestDlogits:
         assert out.isfinite().all()
         assert relative_error(out, expected) < (3e-6 if dtype == FP32 else 3e-3)
 
+    @pytest.mark.parametrize("softcap", [1e-3, 0.1, 0.5, 2.0])
+    def test_a_softcap_below_the_logits(self, where, backend, base, coefficients_type, softcap):
+        """At the target too, chi is that of its own logit: 1 - tanh^2 takes no error of log_sum's size."""
+        chunk = where.chunk(softcap=softcap)
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "at")
+        at = chunk.targets.clamp(min=0)[:, None]
+        assert (out.gather(1, at) - expected.gather(1, at)).abs().max() < 2e-6
+
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    def test_a_masked_class_under_a_softcap(self, where, backend, base, coefficients_type, dtype):
+        """Its logit is -softcap, where chi is 0."""
+        chunk = where.chunk(dtype, bias=True, softcap=30.0)
+        chunk.bias[3] = -torch.inf
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "at")
+        assert (out[:, 3] == 0).all() and (expected[:, 3] == 0).all()
+
     @pytest.mark.parametrize("terms", ["abt", "atd"])
     def test_each_term_alone(self, where, backend, base, coefficients_type, terms):
         out, expected = self.run(where, backend, base, coefficients_type, where.chunk(class_weight=True), terms)

@@ -249,7 +249,7 @@ def dlogits(
         unused = stats.max
         launch.dlogits_kernel[launch.grid](
             launch.x, launch.weight, launch.bias, targets, launch.class_weight,
-            stats.max, stats.log_sum, stats.log_prob, unused if c.b is None else stats.entropy,
+            stats.max, stats.log_sum, stats.target, unused if c.b is None else stats.entropy,
             c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
             *launch.sizes, *launch.strides, *launch.scalars,
             HAS_B=c.b is not None, HAS_D=c.d is not None, **launch.flags,

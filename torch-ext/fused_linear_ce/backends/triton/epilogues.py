@@ -7,7 +7,7 @@ are taken element by element over the parts first, and once over what is left.
     products   tuple of (rows, columns of a part) in fp32, without the bias
     at         the columns of a part, from 0
     column     of the vocabulary, where the tile begins
-    y          the column of a row's target in the tile; outside of it, the target is in another tile
+    y          the column of a row's target in the tile; outside of it, or of the vocabulary, it is elsewhere
 """
 
 import triton
@@ -36,7 +36,7 @@ def tile_statistics(
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Leaves a tile's part of the statistics behind, as forward_kernels.forward_kernel says; returns its E chi in
-    DTYPE, which means nothing unless STORE. here: y is in the tile; any_here: in any row."""
+    DTYPE, which means nothing unless STORE, as c does. here: y is in the tile; any_here: in any row."""
     _, target_z, target_beaten, _, _ = row_scratch(scratch, R)
     tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
         partials, plane, ENTROPY, SQUARES, SHIFTED
@@ -113,7 +113,7 @@ def row_coefficients(
 
 @triton.jit
 def tile_gradient(
-    products, at, column, rows, live, y, here, any_here, coefficients, row_log_prob, row_t, bias, class_weight,
+    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_t, bias, class_weight,
     V, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
@@ -140,14 +140,16 @@ def tile_gradient(
     if any_here:
         # At the target by its own formula, from the row's statistics.
         t = tl.load(row_t + rows, mask=live, other=0.0)
-        log_prob = tl.load(row_log_prob + rows, mask=live, other=0.0)
+        z_y = tl.load(row_target + rows, mask=live, other=0.0)  # less m
+        log_prob = z_y - log_sum
         value_y = target_gradient(log_prob, entropy, a, b, t, HAS_B, PRECISE)
         if HAS_D:
             if HAS_CLASS_WEIGHT:
-                value_y += d * tl.load(class_weight + (column + y), mask=here, other=0.0).to(tl.float32)
+                known = here & (column + y < V)
+                value_y += d * tl.load(class_weight + (column + y), mask=known, other=0.0).to(tl.float32)
             else:
                 value_y += d
-        value_y = chain(value_y, log_prob + log_sum + m, softcap, HAS_SOFTCAP).to(DTYPE)
+        value_y = chain(value_y, z_y + m, softcap, HAS_SOFTCAP).to(DTYPE)
         replaced = ()
         for i in tl.static_range(PARTS):
             is_target = at[None, :] == (y - i * WIDTH)[:, None]

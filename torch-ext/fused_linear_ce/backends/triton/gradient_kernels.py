@@ -10,7 +10,7 @@ from .logits import PER_CALL, chain, expm1, tile_order, tile_product
 @triton.jit(do_not_specialize=PER_CALL)
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
-    row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d, out,
+    row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d, out,
     R, V, H, row_tiles, column_tiles,
     stride_xr, stride_wv, stride_wh, stride_or, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
@@ -36,7 +36,7 @@ def dlogits_kernel(
         )
         (value,) = tile_gradient(
             (product,), tl.arange(0, COLUMNS), column, rows, live, y, here, tl.max(here.to(tl.int32), 0) > 0,
-            coefficients, row_log_prob, row_t, bias, class_weight, V, logit_scale, softcap,
+            coefficients, row_target, row_t, bias, class_weight, V, logit_scale, softcap,
             out.dtype if DESCRIPTORS else out.dtype.element_ty, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
         )  # fmt: skip

@@ -12,7 +12,7 @@ the tensor cores idle meanwhile, and waits for its first blocks once a tile: 1.3
 at a hidden size of 1024.
 
 A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the two consumers that have read it;
-both flip their phase every time round the ring. What a tile's values become is logits.py's, as in the other kernels.
+both flip their phase every time round the ring. What a tile's products become is epilogues.py's, as everywhere.
 """
 
 import functools
@@ -310,7 +310,7 @@ def _dlogits_tiles(
     """Consumer of dlogits_kernel."""
     (
         x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
-        row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
+        row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     ) = operands  # fmt: skip
     size: gl.constexpr = ROWS // 2
@@ -339,7 +339,7 @@ def _dlogits_tiles(
 
         stored = tile_gradient(
             _eighths(product), gl.arange(0, EIGHTH, layout=columns_of), column, rows, live, y, here, any_here,
-            coefficients, row_log_prob, row_t, bias, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
+            coefficients, row_target, row_t, bias, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
@@ -350,7 +350,7 @@ def _dlogits_tiles(
 @gluon.jit(do_not_specialize=PER_CALL)
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
-    row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d, out,
+    row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d, out,
     R, V, H, row_tiles, column_tiles, logit_scale, softcap, GROUP: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     HAS_B: gl.constexpr, HAS_D: gl.constexpr,
@@ -362,7 +362,7 @@ def dlogits_kernel(
     ring = _ring()
     operands = (
         x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
-        row_max, row_log_sum, row_log_prob, row_entropy, row_a, row_b, row_t, row_d,
+        row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     )  # fmt: skip
     gl.warp_specialize(

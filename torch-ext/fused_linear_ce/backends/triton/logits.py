@@ -73,12 +73,12 @@ def exp(d, PRECISE: tl.constexpr):
 
 @triton.jit
 def capped(y, softcap, SERIES: tl.constexpr):
-    """softcap * tanh(y / softcap) without a library call: with u = 2 / (exp(2 y / softcap) + 1), tanh is 1 - u, which
-    saturates at +-1 and keeps NaN.
+    """softcap * tanh(y / softcap) without a library call: tanh is 1 - 2 / (exp(2 y / softcap) + 1), which saturates at
+    +-1 and keeps NaN.
 
-    tanh's absolute error is 4e-7, with u as the square of an approximate root: two instructions where a division is
-    eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and as much relative to tanh near 0, where it is the odd
-    series.
+    Its absolute error is 4e-7, with the reciprocal as the square of an approximate root: two instructions where a
+    division is eight. SERIES, for fp32 inputs and large softcaps: 1e-7, and as much relative to tanh near 0, where it
+    is the odd series.
     """
     e = tl.exp2(y * (2.0 * LOG2_E / softcap))
     if SERIES:
@@ -87,8 +87,8 @@ def capped(y, softcap, SERIES: tl.constexpr):
         series = x * (1.0 + s * (-1.0 / 3.0 + s * (2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0)))))
         value = softcap * tl.where((x < 0.15) & (x > -0.15), series, 1.0 - 2.0 / (e + 1.0))
     else:
-        root = tl.rsqrt(tl.fma(e, 0.5, 0.5))
-        value = tl.fma(root * root, -softcap, softcap)
+        root = tl.rsqrt(e + 1.0)
+        value = tl.fma(root * root, -2.0 * softcap, softcap)
     return value
 
 
