@@ -302,7 +302,7 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
     with _guard(e):
         hopper.weight_kernel[(tuning.multiprocessors(e.device),)](
             *hopper.weight_descriptors(e, x, out, classes, width), rows, class_tiles, width_tiles,
-            ACCUMULATE=accumulate, CLASSES=classes, WIDTH=width, num_warps=4,
+            int(accumulate), CLASSES=classes, WIDTH=width, num_warps=4,
         )  # fmt: skip
 
 

@@ -193,14 +193,14 @@ def _load_logits(x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GRO
 
 
 @gluon.jit
-def _store_part(values, out, row, column, staging, slot: gl.constexpr, ADD: gl.constexpr):
+def _store_part(values, out, row, column, staging, slot: gl.constexpr, add):
     """out[row :, column :] (+)= values: through shared memory, in the background; waits for the last but one before.
     The addition happens in the second-level cache: nothing is read here."""
     tma.store_wait(1)
     block = staging.index(slot)
     block.store(values.to(staging.dtype))
     fence_async_shared()
-    if ADD:
+    if add:
         add_out(out, [row, column], block)
     else:
         copy_out(out, [row, column], block)
@@ -401,12 +401,9 @@ def _load_transposed(
 
 
 @gluon.jit
-def _weight_tiles(
-    half: gl.constexpr, operands, ACCUMULATE: gl.constexpr,
-    CLASSES: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
+def _weight_tiles(half: gl.constexpr, operands, CLASSES: gl.constexpr, WIDTH: gl.constexpr):
     """Consumer of weight_kernel."""
-    e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles = operands
+    e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles, accumulate = operands
     size: gl.constexpr = CLASSES // 2
     step, steps = 0, _steps(R)
     for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
@@ -417,17 +414,16 @@ def _weight_tiles(
         step += steps
         parts = _eighths(accumulator)
         for i in gl.static_range(8):
-            _store_part(parts[i], out, first, column + i * (WIDTH // 8), staging, 2 * half + i % 2, ACCUMULATE)
+            _store_part(parts[i], out, first, column + i * (WIDTH // 8), staging, 2 * half + i % 2, accumulate != 0)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["R", "class_tiles", "width_tiles"])
+@gluon.jit(do_not_specialize=["R", "class_tiles", "width_tiles", "accumulate"])
 def weight_kernel(
-    e, x, out, R, class_tiles, width_tiles, ACCUMULATE: gl.constexpr,
-    CLASSES: gl.constexpr, WIDTH: gl.constexpr,
+    e, x, out, R, class_tiles, width_tiles, accumulate, CLASSES: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """out (V, H) fp32 (+)= e^T x in tiles of CLASSES x WIDTH, for e (R, V) and x (R, H) as tensor descriptors of
-    (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 8).
+    """out (V, H) fp32 = e^T x, += unless accumulate is 0, in tiles of CLASSES x WIDTH, for e (R, V) and x (R, H) as
+    tensor descriptors of (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 8).
 
     The tiles of a class tile run side by side, so e is read from memory once. What the library's GEMM with an addition
     pays for reading and writing `out` at the end of each tile is hidden here behind the other consumer's product.
@@ -436,11 +432,11 @@ def weight_kernel(
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
     ring = _ring()
-    operands = (e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles)
+    operands = (e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles, accumulate)
     gl.warp_specialize(
         [
-            (_weight_tiles, (0, operands, ACCUMULATE, CLASSES, WIDTH)),
-            (_weight_tiles, (1, operands, ACCUMULATE, CLASSES, WIDTH)),
+            (_weight_tiles, (0, operands, CLASSES, WIDTH)),
+            (_weight_tiles, (1, operands, CLASSES, WIDTH)),
             (_load_transposed, (
                 e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH,
             )),
