@@ -91,11 +91,12 @@ def read(results: Path) -> list[Group]:
 
 
 def _peers(case: dict) -> dict:
-    """What a newer run of the case takes over where it has no figure of its own: a peer's, which did not change."""
+    """What a newer run of the case takes over where it has none of its own: a peer's, which did not change; also that
+    a peer was absent or could not do it."""
     return {
         name: {"run": case["run"], **result}
         for name, result in case["results"].items()
-        if not name.startswith("ours") and result["status"] == "ok"
+        if not name.startswith("ours") and result["status"] in ("ok", "absent", "unsupported")
     }
 
 
@@ -197,19 +198,25 @@ def reasons(group: Group) -> list[str]:
     return lines
 
 
+def _commit(run: dict) -> str:
+    return run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
+
+
 def _source(run: dict) -> str:
     v = run["versions"]
     triton = f", Triton {v['triton']}" if v.get("triton") else ""
-    commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
-    return f"{run['date'][:10]}, commit {commit}, torch {v['torch']}{triton}"
+    return f"{run['date'][:10]}, commit {_commit(run)}, torch {v['torch']}{triton}"
 
 
 def provenance(group: Group) -> str:
-    newest = dict.fromkeys(_source(c["run"]) for c in group.cases.values())
+    newest: dict[str, list[str]] = {}
+    for shape, case in group.cases.items():
+        newest.setdefault(_source(case["run"]), []).append(shape)
     earlier = dict.fromkeys(
         _source(r["run"]) for c in group.cases.values() for r in c["results"].values() if "run" in r
     )
-    text = f"{group.device['name']}, {group.dtype}; " + "; ".join(newest) + "."
+    runs = [source if len(newest) == 1 else f"{', '.join(shapes)}: {source}" for source, shapes in newest.items()]
+    text = f"{group.device['name']}, {group.dtype}; " + "; ".join(runs) + "."
     return text + (f" {EARLIER} over the floor of an earlier run: " + "; ".join(earlier) + "." if earlier else "")
 
 
@@ -232,7 +239,7 @@ def summary_table(groups: list[Group]) -> list[str]:
     shapes = sorted({s for g in groups for s in g.cases}, key=_shape_order)
     peers = any(not n.startswith("ours") for g in groups for n in g.contenders)
     head = "x floor, ours (fastest peer)" if peers else "x floor, ours"
-    lines = [_row([head, *shapes]), _row(["---"] * (len(shapes) + 1))]
+    lines = [_row([head, *shapes, "commit"]), _row(["---"] * (len(shapes) + 2))]
     for g in groups:
         cells = []
         for shape in shapes:
@@ -249,7 +256,8 @@ def summary_table(groups: list[Group]) -> list[str]:
             )
             cells.append(mine + (f" ({ok[best]['ratio_to_floor']:.2f} {ok[best]['title']})" if best else ""))
         floor = " + ".join(next(iter(g.cases.values()))["floor_gemms"])
-        lines.append(_row([f"{g.title}, {g.inputs} inputs; floor: {floor}", *cells]))
+        commits = ", ".join(dict.fromkeys(_commit(case["run"]) for case in g.cases.values()))
+        lines.append(_row([f"{g.title}, {g.inputs} inputs; floor: {floor}", *cells, commits]))
     return lines
 
 
@@ -277,7 +285,7 @@ def readme_block(groups: list[Group]) -> str:
                 lines += ["Without a figure:", "", *why, ""]
         if others := [g for g in mine if g not in main]:
             lines += [f"The other scenarios, {mine[0].device['name']}:", "", *summary_table(others), ""]
-            lines += [*dict.fromkeys(map(provenance, others)), ""]
+            lines += [*(f"- {text}" for text in dict.fromkeys(map(provenance, others))), ""]
     if not lines:
         return "No results yet."
     return "\n".join(

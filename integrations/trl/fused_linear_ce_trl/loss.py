@@ -15,7 +15,7 @@ from .host import gather_zero3
 from .kernel import load_kernel
 
 IGNORE_INDEX = -100
-LEAST_EXPONENTIALS = 512 << 20  # bytes
+LEAST_EXPONENTIALS = 640 << 20  # bytes
 
 
 class Sums(NamedTuple):
@@ -110,18 +110,20 @@ def loss_sums(
 def workspace(
     kernel: ModuleType, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> int | None:
-    """The kernel's `workspace`, in bytes, with which a step needs no more memory than with TRL's own loss; None stands
-    for the kernel's default.
+    """The kernel's `workspace`, in bytes, with which a step takes about the memory that it takes with TRL's own loss;
+    None stands for the kernel's default.
 
-    The default holds the exponentials of 4096 tokens, beside dW's accumulator in float32. Where they are larger than
-    that (hidden sizes below 2048) they would be what the step's peak is made of; so there are as many bytes of them
-    as of the accumulator, which costs the loss a few percent of its time.
+    TRL holds the gradient of a trained head in float32 and a block of logits beside it. The kernel holds the same
+    accumulator, or none for few tokens, and a batch's exponentials, by default of 4096 tokens and more. Here these may
+    take as many bytes as the accumulator, and LEAST_EXPONENTIALS in any case, about what TRL's block takes: that binds
+    at hidden sizes below 2048, and with a frozen head. The loss is then a few per cent slower. On a CPU, and while
+    torch.compile traces, the default stays.
     """
     device = hidden.device.type
-    if device == "cpu" or torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+    if device == "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    needs = (hidden.requires_grad, True, bias is not None and bias.requires_grad)
+    needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     return _smaller_workspace(
         kernel, hidden.numel() // hidden.shape[-1], *weight.shape, dtype, device, hidden.dtype, weight.dtype, needs
     )
@@ -134,11 +136,22 @@ def _smaller_workspace(kernel, n_tokens, vocab, width, dtype, device, hidden_dty
         weight_dtype=weight_dtype, needs=needs,
     )  # fmt: skip
     row = vocab * dtype.itemsize
-    most = max(4 * vocab * width, LEAST_EXPONENTIALS) // row
-    plan, budget = ask(), None
-    while plan.gradients == "forward" and plan.chunk_rows > most:
-        budget = (plan.workspace_bytes if budget is None else budget) - (plan.chunk_rows - most) * row
-        plan = ask(workspace=budget)
+    accumulator = 4 * vocab * width if needs[1] else 0
+    most = max(accumulator, LEAST_EXPONENTIALS) // row
+    plan = ask()
+    held, allowed = {
+        "none": (0, 0),
+        "forward": (plan.chunk_rows, most),
+        "backward": (plan.kept_rows, most + accumulator // row),  # all exponentials, and no accumulator
+    }[plan.gradients]
+    if held <= allowed:
+        return None
+    # Label smoothing makes a plan with an accumulator of any number of tokens: the one whose chunks can be cut.
+    plan = ask(label_smoothing=True)
+    budget = plan.workspace_bytes
+    while plan.chunk_rows > most:
+        budget -= (plan.chunk_rows - most) * row
+        plan = ask(label_smoothing=True, workspace=budget)
     return budget
 
 
