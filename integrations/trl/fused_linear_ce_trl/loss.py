@@ -116,11 +116,11 @@ def workspace(
     TRL holds the gradient of a trained head in float32 and a block of logits beside it. The kernel holds the same
     accumulator, or none for few tokens, and a batch's exponentials, by default of 4096 tokens and more. Here these may
     take as many bytes as the accumulator, and LEAST_EXPONENTIALS in any case, about what TRL's block takes: that binds
-    at hidden sizes below 2048, and with a frozen head. The loss is then a few per cent slower. On a CPU, and while
-    torch.compile traces, the default stays.
+    at hidden sizes below 2048, and with a frozen head. The loss is then a few per cent slower. On other devices, and
+    while torch.compile traces, the default stays.
     """
     device = hidden.device.type
-    if device == "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if device not in ("cuda", "xpu") or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
