@@ -367,6 +367,21 @@ def test_r12_exponentials_take_what_trls_loss_takes(case, weight_dtype):
     assert plan.workspace_bytes < default.workspace_bytes
 
 
+def test_r12_a_workspace_changes_no_result(monkeypatch):
+    """It reaches the kernel, and the gradients are those of the default."""
+    results, asked = [], []
+
+    def bounded(*operands):
+        asked.append(operands)
+        return 1 << 20
+
+    for function in (loss.workspace, bounded):
+        monkeypatch.setattr(loss, "workspace", function)
+        results.append(run(*batch(bias=True, shape=(8, 129), vocab=500)))
+    assert len(asked) == 1
+    assert_close(results[1], results[0])
+
+
 def test_r12_the_workspace_of_a_cpu_is_the_default():
     hidden, weight, _, _ = batch()
     assert loss.workspace(load_kernel(), hidden, weight, None) is None
