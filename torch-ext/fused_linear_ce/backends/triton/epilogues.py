@@ -29,6 +29,25 @@ from .logits import (
 
 
 @triton.jit
+def targets_in_tile(targets, rows, live, column, COLUMNS: tl.constexpr):
+    """(y, here, any_here) of a tile: y as above, whether it is in the tile, and whether that is so in any row."""
+    y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
+    here = (y >= 0) & (y < COLUMNS)
+    return y, here, tl.max(here.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def part_logits(
+    product, columns, bias, V, logit_scale, softcap,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """z of a part of a tile."""
+    if HAS_BIAS:
+        product += column_bias(bias, columns, V, COMPUTE)[None, :]
+    return transform(product, logit_scale, softcap, SCALED, HAS_SOFTCAP)
+
+
+@triton.jit
 def tile_statistics(
     products, at, column_tile, rows, live, y, here, any_here, c, bias, class_weight, scratch, partials,
     R, V, plane, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
@@ -36,7 +55,7 @@ def tile_statistics(
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Leaves a tile's part of the statistics behind, as forward_kernels.forward_kernel says; returns its E chi in
-    DTYPE, which means nothing unless STORE, as c does. here: y is in the tile; any_here: in any row."""
+    DTYPE, which means nothing unless STORE, as c does."""
     _, target_z, target_beaten, _, _ = row_scratch(scratch, R)
     tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
         partials, plane, ENTROPY, SQUARES, SHIFTED
@@ -49,9 +68,7 @@ def tile_statistics(
     z = ()
     for i in tl.static_range(PARTS):
         part, columns = products[i], column + i * WIDTH + at
-        if HAS_BIAS:
-            part += column_bias(bias, columns, V, COMPUTE)[None, :]
-        part = transform(part, logit_scale, softcap, SCALED, HAS_SOFTCAP)
+        part = part_logits(part, columns, bias, V, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP, COMPUTE)
         if column + (i + 1) * WIDTH > V:
             # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
             outside = c[:, None] + LOG_ZERO if STORE else float("-inf")
@@ -126,9 +143,7 @@ def tile_gradient(
     values = ()
     for i in tl.static_range(PARTS):
         z, columns = products[i], column + i * WIDTH + at
-        if HAS_BIAS:
-            z += column_bias(bias, columns, V, COMPUTE)[None, :]
-        z = transform(z, logit_scale, softcap, SCALED, HAS_SOFTCAP)
+        z = part_logits(z, columns, bias, V, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP, COMPUTE)
         value = gradient(z, m, log_sum, entropy, a, b, HAS_B, PRECISE)
         if HAS_D:
             if HAS_CLASS_WEIGHT:

@@ -16,7 +16,7 @@ whose loss exceeds LIMIT nats, or whose target has no finite logit.
 import triton
 import triton.language as tl
 
-from .epilogues import tile_statistics
+from .epilogues import targets_in_tile, tile_statistics
 from .logits import (
     LOG_ZERO,
     PER_CALL,
@@ -125,11 +125,10 @@ def forward_kernel(
                 x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS,
                 PRECISION,
             )  # fmt: skip
-            y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
-            here = (y >= 0) & (y < COLUMNS)
+            y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
             c = tl.load(reference + rows, mask=live, other=0.0) if STORE else tl.zeros((ROWS,), dtype=tl.float32)
             (e,) = tile_statistics(
-                (product,), tl.arange(0, COLUMNS), column_tile, rows, live, y, here, tl.max(here.to(tl.int32), 0) > 0,
+                (product,), tl.arange(0, COLUMNS), column_tile, rows, live, y, here, any_here,
                 c, bias, class_weight, scratch, partials, R, V, plane, logit_scale, softcap,
                 exps.dtype if DESCRIPTORS and STORE else exps.dtype.element_ty, COLUMNS, STORE,
                 SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, COMPUTE,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .epilogues import row_coefficients, tile_gradient
+from .epilogues import row_coefficients, targets_in_tile, tile_gradient
 from .logits import PER_CALL, chain, expm1, tile_order, tile_product
 
 
@@ -29,13 +29,12 @@ def dlogits_kernel(
         product = tile_product(
             x, w, row, column, R, V, H, stride_xr, stride_wv, stride_wh, ROWS, COLUMNS, DEPTH, DESCRIPTORS, PRECISION
         )
-        y = tl.load(targets + rows, mask=live, other=-1).to(tl.int32) - column
-        here = (y >= 0) & (y < COLUMNS)
+        y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
         coefficients = row_coefficients(
             row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B, HAS_D
         )
         (value,) = tile_gradient(
-            (product,), tl.arange(0, COLUMNS), column, rows, live, y, here, tl.max(here.to(tl.int32), 0) > 0,
+            (product,), tl.arange(0, COLUMNS), column, rows, live, y, here, any_here,
             coefficients, row_target, row_t, bias, class_weight, V, logit_scale, softcap,
             out.dtype if DESCRIPTORS else out.dtype.element_ty, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .epilogues import row_coefficients, tile_gradient, tile_statistics
+from .epilogues import row_coefficients, targets_in_tile, tile_gradient, tile_statistics
 from .logits import PER_CALL, row_scratch, tile_order
 
 # Renamed between the versions of Triton that are supported (3.6 to 3.9).
@@ -244,9 +244,7 @@ def _forward_tiles(
             _store_eighths(half, stored, exps, stored_row, stored_column, staging)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
-        y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
-        here = (y >= 0) & (y < COLUMNS)
-        any_here = gl.max(here.to(gl.int32), 0) > 0
+        y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
         c = gl.zeros([size], gl.float32, rows_of)
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
@@ -328,9 +326,7 @@ def _dlogits_tiles(
         _store_eighths(half, stored, out, stored_row, stored_column, staging)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
-        y = gl.load(targets + rows, mask=live, other=-1).to(gl.int32) - column
-        here = (y >= 0) & (y < COLUMNS)
-        any_here = gl.max(here.to(gl.int32), 0) > 0
+        y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
         coefficients = row_coefficients(
             row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B, HAS_D
         )
