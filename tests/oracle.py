@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import re
 from dataclasses import dataclass, replace
@@ -518,6 +519,7 @@ def allocations(call, device: str) -> tuple[int, int]:
     peak again on an accelerator). What the call returns counts."""
     if torch.device(device).type != "cpu":
         accelerator = getattr(torch, torch.device(device).type)
+        gc.collect()  # what other tests have left in cycles would go during the call, and count against it
         accelerator.synchronize()
         before = accelerator.memory_allocated()
         accelerator.reset_peak_memory_stats()

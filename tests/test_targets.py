@@ -147,9 +147,11 @@ def hopper(add) -> None:
         everything = dict(dlogits, **ALL, HAS_B=True, HAS_D=True)
         add(f"hopper {dtype} all", "hopper.dlogits_kernel", everything, types)
     for classes, width in ((128, 256), (256, 128)):
-        constants = dict(CLASSES=classes, WIDTH=width)
-        types = {"e": "bf16", "x": "bf16", "out": "fp32"}
-        add(f"hopper {classes}x{width} bare", "hopper.weight_kernel", constants, types)
+        types = {"e": "bf16", "x": "bf16", "out": "fp32", "bias": "fp32"}
+        for bias in (False, True):
+            constants = dict(CLASSES=classes, WIDTH=width, HAS_BIAS=bias)
+            name = f"hopper {classes}x{width} {'bias' if bias else 'bare'}"
+            add(name, "hopper.weight_kernel", constants, types)
 
 
 def load(variant: Path):

@@ -29,36 +29,45 @@ def quarters(tile):
 
 
 @triton.jit
+def bias_quarters(biases, HAS_BIAS: tl.constexpr):
+    parts = ()
+    if HAS_BIAS:
+        for part in quarters(biases[0][None, :]):
+            parts = parts + (part.reshape([part.shape[1]]),)
+    return parts
+
+
+@triton.jit
 def joined(left, right):
     return tl.join(left, right).trans(0, 2, 1).reshape([left.shape[0], 2 * left.shape[1]])
 
 
 @triton.jit
 def quartered_statistics(
-    products, at, column_tile, rows, live, y, here, any_here, c, bias, class_weight, scratch, partials,
+    products, at, column_tile, rows, live, y, here, any_here, c, biases, class_weight, scratch, partials,
     R, V, plane, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     e = whole_statistics(
-        quarters(products[0]), tl.arange(0, COLUMNS // 4), column_tile, rows, live, y, here, any_here, c, bias,
-        class_weight, scratch, partials, R, V, plane, logit_scale, softcap, DTYPE, COLUMNS, STORE, SCALED, HAS_BIAS,
-        HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, COMPUTE,
+        quarters(products[0]), tl.arange(0, COLUMNS // 4), column_tile, rows, live, y, here, any_here, c,
+        bias_quarters(biases, HAS_BIAS), class_weight, scratch, partials, R, V, plane, logit_scale, softcap, DTYPE,
+        COLUMNS, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, COMPUTE,
     )  # fmt: skip
     return (joined(joined(e[0], e[1]), joined(e[2], e[3])),)
 
 
 @triton.jit
 def quartered_gradient(
-    products, at, column, rows, live, y, here, any_here, coefficients, row_log_prob, row_t, bias, class_weight,
+    products, at, column, rows, live, y, here, any_here, coefficients, row_log_prob, row_t, biases, class_weight,
     V, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     v = whole_gradient(
         quarters(products[0]), tl.arange(0, COLUMNS // 4), column, rows, live, y, here, any_here, coefficients,
-        row_log_prob, row_t, bias, class_weight, V, logit_scale, softcap, DTYPE, COLUMNS, SCALED, HAS_BIAS,
-        HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
+        row_log_prob, row_t, bias_quarters(biases, HAS_BIAS), class_weight, V, logit_scale, softcap, DTYPE, COLUMNS,
+        SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
     )  # fmt: skip
     return (joined(joined(v[0], v[1]), joined(v[2], v[3])),)
 

@@ -50,9 +50,9 @@ def gemms(kernel, where, monkeypatch) -> list:
     backend, made = submodule(kernel, "backends.triton"), []
     original = backend.grad_weight
 
-    def grad_weight(e, x, out, accumulate):
+    def grad_weight(e, x, out, accumulate, *bias):
         made.append((out.dtype, accumulate, e.shape[0]))
-        original(e, x, out, accumulate)
+        original(e, x, out, accumulate, *bias)
 
     monkeypatch.setattr(backend, "grad_weight", grad_weight)
     return made

@@ -222,6 +222,15 @@ class TestOperands:
             check_forward(backend, base, chunk, wants, exps, exps_tolerance=STORED if dtype == BF16 else None)
         assert all(launch.tiles.loads == "pointers" for launch in launches)
 
+    @pytest.mark.parametrize("softcap", [0.7, 3.0, 60.0])
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_logits_on_either_side_of_the_softcap(self, where, backend, base, dtype, softcap):
+        """Tiles with all, some and none of their logits beyond it take different ways to tanh."""
+        chunk = where.chunk(dtype, softcap=softcap)
+        chunk.x[: where.rows // 2] *= 0.1
+        for exps in (None, where.exps(dtype)):
+            check_forward(backend, base, chunk, base.Wants(*ALL), exps, exps_tolerance=STORED)
+
     @pytest.mark.parametrize("dtype", HALF)
     def test_a_weight_of_another_dtype_is_rounded_on_the_way_in(self, where, backend, base, dtype):
         chunk = where.chunk(dtype, weight_dtype=FP32, bias=True)
@@ -309,8 +318,14 @@ class TestDlogits:
 
     @pytest.mark.parametrize("softcap", [1e-3, 0.1, 0.5, 2.0])
     def test_a_softcap_below_the_logits(self, where, backend, base, coefficients_type, softcap):
-        """At the target too, chi is that of its own logit: 1 - tanh^2 takes no error of log_sum's size."""
+        """At the target too, chi is that of its own logit: 1 - tanh^2 takes no error of log_sum's size.
+
+        The products are exact in fp32, in whatever order they are added: what rounding does to them is divided by the
+        softcap.
+        """
         chunk = where.chunk(softcap=softcap)
+        for operand in (chunk.x, chunk.weight):
+            operand.mul_(64).round_().div_(64)
         out, expected = self.run(where, backend, base, coefficients_type, chunk, "at")
         at = chunk.targets.clamp(min=0)[:, None]
         assert (out.gather(1, at) - expected.gather(1, at)).abs().max() < 2e-6
@@ -482,6 +497,24 @@ class TestSmallKernels:
             out = out.to(where.device)
             function(out)
             assert relative_error(out, expected + (start if accumulate else 0)) < 1e-6
+
+    @pytest.mark.parametrize("rows", [1, 64, None])
+    @pytest.mark.parametrize("width", [8, 136, 1000])
+    def test_the_bias_from_the_same_blocks(self, where, backend, rows, width):
+        """Every class is added to once, whatever the tiles of the weight; nothing beyond the last class is."""
+        rows = rows or where.rows
+        e = where.exps(BF16, rows)
+        e.copy_(torch.randn(rows, where.vocab))
+        x = torch.randn(rows, width, device=where.device).to(BF16)
+        scale = torch.randn(rows, device=where.device)
+        weight = torch.full((where.vocab, width), torch.nan, device=where.device)
+        start = torch.randn(where.vocab + 40, device=where.device)
+        out = start.clone()
+        backend.grad_weight(e, x, weight, False, scale, out[: where.vocab])
+        backend.grad_weight(e, x, weight, True, scale, out[: where.vocab])
+        assert relative_error(weight, 2 * (e.to(FP64).T @ x.to(FP64))) < 1e-6
+        assert relative_error((out - start)[: where.vocab], 2 * (e.to(FP64).T @ scale.to(FP64))) < 1e-6
+        assert torch.equal(out[where.vocab :], start[where.vocab :])
 
     @pytest.mark.parametrize("dtype", [FP32, BF16])
     def test_column_sums_add_to_what_is_there(self, where, backend, dtype):

@@ -165,9 +165,14 @@ class GradientSink:
         self.constant = None  # sum_i d_i x_i and sum_i d_i of the rank-1 term
         self.row_sum = None
 
-    def _add_weight(self, e: torch.Tensor, x: torch.Tensor) -> None:
-        self.problem.backend.grad_weight(e, x, self.weight, self.weight_started)
-        self.weight_started = True
+    def _add_head(self, e: torch.Tensor, x: Optional[torch.Tensor], scale: torch.Tensor) -> None:
+        """dW += e^T x and db += e^T scale, what is wanted of them."""
+        bias = self.bias if self.needs.bias else None
+        if self.needs.weight:
+            self.problem.backend.grad_weight(e, x, self.weight, self.weight_started, scale, bias)
+            self.weight_started = True
+        elif self.needs.bias:
+            self.problem.backend.grad_bias(e, scale, bias)
 
     def _add_hidden(self, e: torch.Tensor, factor: Optional[torch.Tensor], constant, start: int, stop: int) -> None:
         """dX of a chunk: factor * (e @ weight) + constant * (sum_j w_j W_j), rounded where it ends up."""
@@ -192,13 +197,10 @@ class GradientSink:
         scaled = torch.empty(x.shape, dtype=e.dtype, device=x.device) if self.needs.weight else None
         factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.t, scaled)
         constant = None if c.d is None else c.d * head.logit_scale
-        if self.needs.weight:
-            self._add_weight(e, scaled)
-            del scaled  # before dX needs the memory
+        self._add_head(e, scaled, factor)
+        del scaled  # before dX needs the memory
         if self.needs.hidden:
             self._add_hidden(e, factor, constant, start, stop)
-        if self.needs.bias:
-            p.backend.grad_bias(e, factor, self.bias)
         if constant is not None and (self.needs.weight or self.needs.bias):
             part = (constant @ x.to(p.acc), constant.sum())
             self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
@@ -208,10 +210,10 @@ class GradientSink:
         p = self.problem
         if self.needs.hidden:
             self._add_hidden(e, unit, None, start, stop)
-        if self.needs.weight:
-            self._add_weight(e, _in_units(x, unit, e.dtype))
-        if self.needs.bias:
-            p.backend.grad_bias(e, x.new_ones(x.shape[0], dtype=p.acc) if unit is None else unit, self.bias)
+        self._add_head(
+            e, _in_units(x, unit, e.dtype) if self.needs.weight else None,
+            x.new_ones(x.shape[0], dtype=p.acc) if unit is None else unit,
+        )  # fmt: skip
 
     def finish_constant(self) -> None:
         """dW_j += w_j sum_i d_i x_i and db_j += w_j sum_i d_i."""
@@ -486,10 +488,12 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
             part = None if unit is None else unit[start:stop]
+            scale = torch.ones_like(s.max) if part is None else part
+            bias = db[first:last] if needs.bias else None
             if needs.weight:
-                p.backend.grad_weight(e, _in_units(x, part, e.dtype), total, accumulate=start > 0)
-            if needs.bias:
-                p.backend.grad_bias(e, torch.ones_like(s.max) if part is None else part, db[first:last])
+                p.backend.grad_weight(e, _in_units(x, part, e.dtype), total, start > 0, scale, bias)
+            elif needs.bias:
+                p.backend.grad_bias(e, scale, bias)
         if dw_slab is not None:
             dw[first:last] = total
     if needs.hidden and unit is not None:

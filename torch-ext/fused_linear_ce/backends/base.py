@@ -12,7 +12,9 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
                                            factor (R,) and fills `scaled` (R, H) = factor * x, if it is not None
     dlogits(x, targets, head, stats, coefficients, out)  recomputes the logits and stores chi_j * dz_j of loss.py
     grad_hidden(e, weight, compute_dtype, out, accumulate)    out (R, H) (+)= e @ weight
-    grad_weight(e, x, out, accumulate)     out (V, H) (+)= e^T @ x; out may have e's dtype if nothing is accumulated
+    grad_weight(e, x, out, accumulate, scale=None, bias=None)
+                                           out (V, H) (+)= e^T @ x; out may have e's dtype if nothing is accumulated;
+                                           with a bias: grad_bias(e, scale, bias) besides
     grad_bias(e, scale, out)               out (V,) += e^T @ scale
     scale(source, factor, out)             out = source * factor, a 0-d tensor; contiguous, rounded to out's dtype
 

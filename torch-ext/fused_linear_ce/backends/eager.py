@@ -219,8 +219,10 @@ def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch
         torch.addmm(out, e[:, start:stop], slab, beta=int(accumulate or start > 0), out=out)
 
 
-def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool, scale=None, bias=None) -> None:
     torch.addmm(out, e.t(), x, beta=int(accumulate), out=out)
+    if bias is not None:
+        grad_bias(e, scale, bias)
 
 
 def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:

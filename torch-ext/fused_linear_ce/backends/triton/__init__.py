@@ -287,12 +287,21 @@ def grad_hidden(e: torch.Tensor, weight: torch.Tensor, compute_dtype, out: torch
     _matmul(e, weight, out, accumulate)
 
 
-def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Hopper has a kernel that hides the addition; elsewhere it is the library's GEMM."""
+def grad_weight(
+    e: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    accumulate: bool,
+    scale: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+) -> None:
+    """See base.py. Hopper has a kernel that hides the addition; elsewhere it is the library's GEMM."""
     dtypes = e.dtype == torch.bfloat16 and out.dtype == torch.float32
     operands = dtypes and _describable(e) and _describable(x) and _describable(out)
     if not operands or tuning.best_loads(e.device) != "pipeline":
         _matmul(e.t(), x, out, accumulate)
+        if bias is not None:
+            grad_bias(e, scale, bias)
         return
     from . import hopper
 
@@ -301,8 +310,10 @@ def grad_weight(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate:
     class_tiles, width_tiles = _cdiv(vocab, classes), _cdiv(hidden_size, width)
     with _guard(e):
         hopper.weight_kernel[(tuning.multiprocessors(e.device),)](
-            *hopper.weight_descriptors(e, x, out, classes, width), rows, class_tiles, width_tiles,
-            int(accumulate), CLASSES=classes, WIDTH=width, num_warps=4,
+            *hopper.weight_descriptors(e, x, out, classes, width),
+            out if bias is None else scale.contiguous(), out if bias is None else bias,
+            rows, vocab, class_tiles, width_tiles, int(accumulate),
+            CLASSES=classes, WIDTH=width, HAS_BIAS=bias is not None, num_warps=4,
         )  # fmt: skip
 
 

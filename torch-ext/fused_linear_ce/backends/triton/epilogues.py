@@ -15,16 +15,17 @@ import triton.language as tl
 
 from .logits import (
     LOG_ZERO,
+    capped,
+    capped_near,
     chain,
     column_bias,
     exponentials,
     gradient,
     row_scratch,
     row_sums,
-    target_and_before,
+    scaled,
     target_gradient,
     tile_partials,
-    transform,
 )
 
 
@@ -37,19 +38,93 @@ def targets_in_tile(targets, rows, live, column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def part_logits(
-    product, columns, bias, V, logit_scale, softcap,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """z of a part of a tile."""
+def tile_bias(bias, at, column, V, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr):
+    """The bias of a tile's columns, in parts; nothing without one."""
+    parts = ()
     if HAS_BIAS:
-        product += column_bias(bias, columns, V, COMPUTE)[None, :]
-    return transform(product, logit_scale, softcap, SCALED, HAS_SOFTCAP)
+        for i in tl.static_range(COLUMNS // at.shape[0]):
+            parts = parts + (column_bias(bias, column + i * at.shape[0] + at, V, COMPUTE),)
+    return parts
+
+
+@triton.jit
+def capped_parts(y, softcap, PARTS: tl.constexpr, NEAR: tl.constexpr):
+    z = ()
+    for i in tl.static_range(PARTS):
+        z = z + (capped_near(y[i], softcap) if NEAR else capped(y[i], softcap, False),)
+    return z
+
+
+@triton.jit
+def tile_logits(
+    products, biases, logit_scale, softcap, PARTS: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """z of a tile, in parts. HAS_SOFTCAP as in logits.transform; where it is 1, a tile whose logits are all below the
+    softcap, as nearly all are, is spared the special-function unit, which bounds an epilogue's time."""
+    z = ()
+    for i in tl.static_range(PARTS):
+        part = products[i]
+        if HAS_BIAS:
+            part += biases[i][None, :]
+        part = scaled(part, logit_scale, SCALED)
+        if HAS_SOFTCAP == 2:
+            part = capped(part, softcap, True)
+        z = z + (part,)
+    if HAS_SOFTCAP == 1:
+        furthest = tl.abs(z[0])
+        for i in tl.static_range(1, PARTS):
+            furthest = tl.maximum(furthest, tl.abs(z[i]))
+        if tl.max(tl.max(furthest, 1), 0) <= softcap:
+            z = capped_parts(z, softcap, PARTS, True)
+        else:
+            z = capped_parts(z, softcap, PARTS, False)
+    return z
+
+
+@triton.jit
+def tile_maximum(z, PARTS: tl.constexpr):
+    """The largest z of each row of a tile."""
+    highest = z[0]
+    for i in tl.static_range(1, PARTS):
+        highest = tl.maximum(highest, z[i])
+    return tl.max(highest, 1)
+
+
+@triton.jit
+def one_half(parts, right, HALF: tl.constexpr):
+    """Of each row the left or the right half of the parts."""
+    chosen = ()
+    for i in tl.static_range(HALF):
+        chosen = chosen + (tl.where(right[:, None], parts[i + HALF], parts[i]),)
+    return chosen
+
+
+@triton.jit
+def at_target(z, at, y, PARTS: tl.constexpr):
+    """z at column y of each row, by halves of the parts and then within one: most of a tile's elements are compared
+    with nothing. Of no meaning where y is outside."""
+    WIDTH: tl.constexpr = at.shape[0]
+    left = z
+    for level in tl.static_range(1, 6):
+        if PARTS >> level > 0:
+            left = one_half(left, (y // WIDTH & PARTS >> level) != 0, PARTS >> level)
+    return tl.sum(tl.where(at[None, :] == (y % WIDTH)[:, None], left[0], 0.0), 1)
+
+
+@triton.jit
+def before_target(z, at, y, PARTS: tl.constexpr):
+    """The largest z of each row among the columns before y; -inf where there is none."""
+    highest = tl.where(at[None, :] < y[:, None], z[0], float("-inf"))
+    for i in tl.static_range(1, PARTS):
+        earlier = at[None, :] < (y - i * at.shape[0])[:, None]
+        highest = tl.maximum(highest, tl.where(earlier, z[i], float("-inf")))
+    return tl.max(highest, 1)
 
 
 @triton.jit
 def tile_statistics(
-    products, at, column_tile, rows, live, y, here, any_here, c, bias, class_weight, scratch, partials,
+    products, at, column_tile, rows, live, y, here, any_here, c, biases, class_weight, scratch, partials,
     R, V, plane, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, COMPUTE: tl.constexpr,
@@ -65,39 +140,43 @@ def tile_statistics(
     PRECISE: tl.constexpr = COMPUTE == tl.float32
     INFINITE: tl.constexpr = not STORE or (HAS_BIAS and not HAS_SOFTCAP)  # z may be -inf where its reference is not
     column = column_tile * COLUMNS
-    z = ()
+    z = tile_logits(products, biases, logit_scale, softcap, PARTS, SCALED, HAS_BIAS, HAS_SOFTCAP)
+    inside = ()
     for i in tl.static_range(PARTS):
-        part, columns = products[i], column + i * WIDTH + at
-        part = part_logits(part, columns, bias, V, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP, COMPUTE)
+        part = z[i]
         if column + (i + 1) * WIDTH > V:
             # Far below a reference that no row's maximum is far below: counts for nothing in any sum.
             outside = c[:, None] + LOG_ZERO if STORE else float("-inf")
-            part = tl.where((columns < V)[None, :], part, outside)
-        z = z + (part,)
-    highest = z[0]
-    for i in tl.static_range(1, PARTS):
-        highest = tl.maximum(highest, z[i])
-    m = tl.max(highest, 1)
+            part = tl.where((column + i * WIDTH + at < V)[None, :], part, outside)
+        inside = inside + (part,)
+    z = inside
     if not STORE:
+        m = tile_maximum(z, PARTS)
         c = tl.where(m == float("-inf"), 0.0, m)
     if any_here:
-        at_target, before = target_and_before(z[0], at[None, :] - y[:, None])
-        for i in tl.static_range(1, PARTS):
-            target_here, before_here = target_and_before(z[i], at[None, :] - (y - i * WIDTH)[:, None])
-            at_target, before = at_target + target_here, tl.maximum(before, before_here)
-        z_y = tl.sum(at_target, 1)
+        z_y = at_target(z, at, y, PARTS)
+        # Whether an earlier class has as much only matters where nothing has more.
+        highest_here = here & (z_y >= (tile_maximum(z, PARTS) if STORE else m))
+        beaten = 1.0 - highest_here.to(tl.float32)
+        if tl.max(highest_here.to(tl.int32), 0) > 0:
+            beaten = tl.where(highest_here & (before_target(z, at, y, PARTS) < z_y), 0.0, 1.0)
         tl.store(target_z + rows, z_y, mask=here)
-        tl.store(target_beaten + rows, (tl.max(before, 1) >= z_y).to(tl.float32), mask=here)
+        tl.store(target_beaten + rows, beaten, mask=here)
     sums, weight, exps = (0.0, 0.0, 0.0, 0.0), 0.0, ()
+    highest = z[0]
     for i in tl.static_range(PARTS):
         columns = column + i * WIDTH + at
         class_w = (columns < V).to(tl.float32)
         if HAS_CLASS_WEIGHT:
             class_w = tl.load(class_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
         weight += class_w
+        if STORE:
+            highest = tl.maximum(highest, z[i])
         e, sums = exponentials(z[i], c, class_w, sums, i == 0, INFINITE, ENTROPY, SQUARES, SHIFTED, PRECISE)
         exps = exps + (chain(e, z[i], softcap, HAS_SOFTCAP).to(DTYPE),)
     total, dot, squares, shifted = row_sums(sums, ENTROPY, SQUARES, SHIFTED, PRECISE)
+    if STORE:
+        m = tl.max(highest, 1)
     partial = column_tile.to(tl.int64) * R + rows
     tl.store(tile_max + partial, m, mask=live)
     tl.store(tile_sum + partial, total, mask=live)
@@ -130,7 +209,7 @@ def row_coefficients(
 
 @triton.jit
 def tile_gradient(
-    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_t, bias, class_weight,
+    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_t, biases, class_weight,
     V, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
@@ -141,9 +220,9 @@ def tile_gradient(
     PARTS: tl.constexpr = COLUMNS // WIDTH
     PRECISE: tl.constexpr = COMPUTE == tl.float32
     values = ()
+    logits = tile_logits(products, biases, logit_scale, softcap, PARTS, SCALED, HAS_BIAS, HAS_SOFTCAP)
     for i in tl.static_range(PARTS):
-        z, columns = products[i], column + i * WIDTH + at
-        z = part_logits(z, columns, bias, V, logit_scale, softcap, SCALED, HAS_BIAS, HAS_SOFTCAP, COMPUTE)
+        z, columns = logits[i], column + i * WIDTH + at
         value = gradient(z, m, log_sum, entropy, a, b, HAS_B, PRECISE)
         if HAS_D:
             if HAS_CLASS_WEIGHT:

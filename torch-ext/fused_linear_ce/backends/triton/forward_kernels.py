@@ -16,7 +16,7 @@ whose loss exceeds LIMIT nats, or whose target has no finite logit.
 import triton
 import triton.language as tl
 
-from .epilogues import targets_in_tile, tile_statistics
+from .epilogues import targets_in_tile, tile_bias, tile_statistics
 from .logits import (
     LOG_ZERO,
     PER_CALL,
@@ -127,9 +127,11 @@ def forward_kernel(
             )  # fmt: skip
             y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
             c = tl.load(reference + rows, mask=live, other=0.0) if STORE else tl.zeros((ROWS,), dtype=tl.float32)
+            at = tl.arange(0, COLUMNS)
+            biases = tile_bias(bias, at, column, V, COLUMNS, HAS_BIAS, COMPUTE)
             (e,) = tile_statistics(
-                (product,), tl.arange(0, COLUMNS), column_tile, rows, live, y, here, any_here,
-                c, bias, class_weight, scratch, partials, R, V, plane, logit_scale, softcap,
+                (product,), at, column_tile, rows, live, y, here, any_here,
+                c, biases, class_weight, scratch, partials, R, V, plane, logit_scale, softcap,
                 exps.dtype if DESCRIPTORS and STORE else exps.dtype.element_ty, COLUMNS, STORE,
                 SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, COMPUTE,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .epilogues import row_coefficients, targets_in_tile, tile_gradient
+from .epilogues import row_coefficients, targets_in_tile, tile_bias, tile_gradient
 from .logits import PER_CALL, chain, expm1, tile_order, tile_product
 
 
@@ -33,9 +33,10 @@ def dlogits_kernel(
         coefficients = row_coefficients(
             row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B, HAS_D
         )
+        at = tl.arange(0, COLUMNS)
         (value,) = tile_gradient(
-            (product,), tl.arange(0, COLUMNS), column, rows, live, y, here, any_here,
-            coefficients, row_target, row_t, bias, class_weight, V, logit_scale, softcap,
+            (product,), at, column, rows, live, y, here, any_here, coefficients, row_target, row_t,
+            tile_bias(bias, at, column, V, COLUMNS, HAS_BIAS, COMPUTE), class_weight, V, logit_scale, softcap,
             out.dtype if DESCRIPTORS else out.dtype.element_ty, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
         )  # fmt: skip

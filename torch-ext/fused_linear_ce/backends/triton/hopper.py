@@ -6,10 +6,10 @@ All of them are one pipeline. A program is persistent and has three roles, each 
     consumers    two warpgroups: matrix instructions on the ring's blocks, and then the tile's epilogue. A tile is cut
                  in two, one half for each, and they share the block of the other operand.
 
-A consumer issues the next tile's first two products before it stores what became of the last tile: the exponentials
-need half the registers of the logits, so both fit. A kernel that goes from the GEMM to the epilogue and back leaves
-the tensor cores idle meanwhile, and waits for its first blocks once a tile: 1.3 times the time of the library's GEMM
-at a hidden size of 1024.
+A consumer stores what became of a tile a quarter at a time between the next tile's first products: the exponentials
+need half the registers of the logits, so both fit, and shared memory has the time of a product for each quarter. A
+kernel that goes from the GEMM to the epilogue and back leaves the tensor cores idle meanwhile, and waits for its first
+blocks once a tile: 1.3 times the time of the library's GEMM at a hidden size of 1024.
 
 A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the two consumers that have read it;
 both flip their phase every time round the ring. What a tile's products become is epilogues.py's, as everywhere.
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .epilogues import row_coefficients, targets_in_tile, tile_gradient, tile_statistics
+from .epilogues import row_coefficients, targets_in_tile, tile_bias, tile_gradient, tile_statistics
 from .logits import PER_CALL, row_scratch, tile_order
 
 # Renamed between the versions of Triton that are supported (3.6 to 3.9).
@@ -54,6 +54,7 @@ COLUMNS = gl.constexpr(256)
 EIGHTH = gl.constexpr(32)  # of COLUMNS: what an epilogue works on at a time, so that few values live at once
 PART = gl.constexpr(64)  # columns of a block that goes out, of 8 KiB
 DEPTH = gl.constexpr(64)  # of a block along the reduction
+LOGITS_STEPS = gl.constexpr(2 + 4)  # of a tile of logits at least: two, and one for each part of the last tile
 STAGES = gl.constexpr(4)  # slots of 48 KiB each; with two blocks on their way out for each consumer, memory is full
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(40), gl.constexpr(232)
 
@@ -95,9 +96,9 @@ def _ring():
 
 
 @gluon.jit
-def _steps(K):
-    """Blocks along a reduction over K; two at least, blocks beyond K read zero."""
-    return gl.maximum(gl.cdiv(K, DEPTH), 2)
+def _steps(K, LEAST: gl.constexpr):
+    """Blocks along a reduction over K, LEAST of them at least: blocks beyond K read zero."""
+    return gl.maximum(gl.cdiv(K, DEPTH), LEAST)
 
 
 @gluon.jit
@@ -140,17 +141,29 @@ def _begin(half: gl.constexpr, a, b, ring, step, accumulator, ROW_MAJOR: gl.cons
 
 
 @gluon.jit
-def _finish(half: gl.constexpr, a, b, ring, step, accumulator, steps, ROW_MAJOR: gl.constexpr):
-    """The others: one is in flight while the next is issued, and the blocks of the one before are released."""
+def _advance(half: gl.constexpr, a, b, ring, step, accumulator, ROW_MAJOR: gl.constexpr):
+    """One product more: of the two in flight the first, of `step`, is waited for, and its blocks are released."""
     accumulator = warpgroup_mma_wait(1, deps=[accumulator])
     _release(step, ring)
-    for i in range(2, steps):
-        accumulator = _multiply(half, a, b, ring, step + i, accumulator, False, ROW_MAJOR)
-        accumulator = warpgroup_mma_wait(1, deps=[accumulator])
-        _release(step + i - 1, ring)
+    return _multiply(half, a, b, ring, step + 2, accumulator, False, ROW_MAJOR)
+
+
+@gluon.jit
+def _last(end, ring, accumulator):
+    """The last two products of a tile have been issued: waits for them."""
+    accumulator = warpgroup_mma_wait(1, deps=[accumulator])
+    _release(end - 2, ring)
     accumulator = warpgroup_mma_wait(0, deps=[accumulator])
-    _release(step + steps - 1, ring)
+    _release(end - 1, ring)
     return accumulator
+
+
+@gluon.jit
+def _finish(half: gl.constexpr, a, b, ring, step, accumulator, steps, ISSUED: gl.constexpr, ROW_MAJOR: gl.constexpr):
+    """All products of a tile but the first ISSUED."""
+    for i in range(ISSUED - 2, steps - 2):
+        accumulator = _advance(half, a, b, ring, step + i, accumulator, ROW_MAJOR)
+    return _last(step + steps, ring, accumulator)
 
 
 @gluon.constexpr_function
@@ -182,7 +195,7 @@ def _load_logits(x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GRO
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
-        for i in range(_steps(H)):
+        for i in range(_steps(H, LOGITS_STEPS)):
             stage, full = _slot(step, ring)
             k = i * DEPTH
             mbarrier.expect(full, (ROWS + COLUMNS) * DEPTH * 2)
@@ -207,12 +220,11 @@ def _store_part(values, out, row, column, staging, slot: gl.constexpr, add):
 
 
 @gluon.jit
-def _store_eighths(half: gl.constexpr, parts, out, row, column, staging):
-    """A consumer's tile, two eighths at a time, through its two blocks of staging."""
-    for i in gl.static_range(4):
-        pair = gl.join(parts[2 * i], parts[2 * i + 1]).permute([0, 2, 1]).reshape([parts[0].shape[0], PART])
-        values = gl.convert_layout(pair, _registers(PART))
-        _store_part(values, out, row, column + i * PART, staging, 2 * half + i % 2, False)
+def _store_pair(half: gl.constexpr, i: gl.constexpr, parts, out, row, column, staging):
+    """Two eighths of a consumer's tile, through one of its two blocks of staging."""
+    pair = gl.join(parts[2 * i], parts[2 * i + 1]).permute([0, 2, 1]).reshape([parts[0].shape[0], PART])
+    values = gl.convert_layout(pair, _registers(PART))
+    _store_part(values, out, row, column + i * PART, staging, 2 * half + i % 2, False)
 
 
 @gluon.jit
@@ -230,7 +242,7 @@ def _forward_tiles(
     size: gl.constexpr = ROWS // 2
     rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
     columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
-    step, steps = 0, _steps(H)
+    step, steps = 0, _steps(H, LOGITS_STEPS)
     # The last tile's E, which is not stored yet. At first there is none, and what lies beyond the rows isn't written.
     stored = _eighths(gl.zeros([size, COLUMNS], exps.dtype, _registers(COLUMNS)))
     stored_row, stored_column = row_tiles * ROWS, 0
@@ -240,25 +252,30 @@ def _forward_tiles(
         column = column_tile * COLUMNS
         product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS))
         product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
-        if STORE:
-            _store_eighths(half, stored, exps, stored_row, stored_column, staging)
+        for i in gl.static_range(LOGITS_STEPS - 2):
+            if STORE:
+                _store_pair(half, i, stored, exps, stored_row, stored_column, staging)
+            product = _advance(half, x_blocks, w_blocks, ring, step + i, product, True)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
         y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
         c = gl.zeros([size], gl.float32, rows_of)
         if STORE:
             c = gl.load(reference + rows, mask=live, other=0.0)
-        product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, True)
+        at = gl.arange(0, EIGHTH, layout=columns_of)
+        biases = tile_bias(bias, at, column, V, COLUMNS, HAS_BIAS, x_blocks.dtype)
+        product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, LOGITS_STEPS, True)
         step += steps
 
         stored = tile_statistics(
-            _eighths(product), gl.arange(0, EIGHTH, layout=columns_of), column_tile, rows, live, y, here, any_here, c,
-            bias, class_weight, scratch, partials, R, V, plane, logit_scale, softcap, exps.dtype, COLUMNS, STORE,
+            _eighths(product), at, column_tile, rows, live, y, here, any_here, c,
+            biases, class_weight, scratch, partials, R, V, plane, logit_scale, softcap, exps.dtype, COLUMNS, STORE,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
     if STORE:
-        _store_eighths(half, stored, exps, stored_row, stored_column, staging)
+        for i in gl.static_range(4):
+            _store_pair(half, i, stored, exps, stored_row, stored_column, staging)
         tma.store_wait(0)
 
 
@@ -314,7 +331,7 @@ def _dlogits_tiles(
     size: gl.constexpr = ROWS // 2
     rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
     columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
-    step, steps = 0, _steps(H)
+    step, steps = 0, _steps(H, LOGITS_STEPS)
     stored = _eighths(gl.zeros([size, COLUMNS], out.dtype, _registers(COLUMNS)))  # as in _forward_tiles
     stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
@@ -323,23 +340,28 @@ def _dlogits_tiles(
         column = column_tile * COLUMNS
         product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS))
         product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
-        _store_eighths(half, stored, out, stored_row, stored_column, staging)
+        for i in gl.static_range(LOGITS_STEPS - 2):
+            _store_pair(half, i, stored, out, stored_row, stored_column, staging)
+            product = _advance(half, x_blocks, w_blocks, ring, step + i, product, True)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
         y, here, any_here = targets_in_tile(targets, rows, live, column, COLUMNS)
         coefficients = row_coefficients(
             row_max, row_log_sum, row_entropy, row_a, row_b, row_d, rows, live, HAS_B, HAS_D
         )
-        product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, True)
+        at = gl.arange(0, EIGHTH, layout=columns_of)
+        biases = tile_bias(bias, at, column, V, COLUMNS, HAS_BIAS, x_blocks.dtype)
+        product = _finish(half, x_blocks, w_blocks, ring, step, product, steps, LOGITS_STEPS, True)
         step += steps
 
         stored = tile_gradient(
-            _eighths(product), gl.arange(0, EIGHTH, layout=columns_of), column, rows, live, y, here, any_here,
-            coefficients, row_target, row_t, bias, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
+            _eighths(product), at, column, rows, live, y, here, any_here,
+            coefficients, row_target, row_t, biases, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
-    _store_eighths(half, stored, out, stored_row, stored_column, staging)
+    for i in gl.static_range(4):
+        _store_pair(half, i, stored, out, stored_row, stored_column, staging)
     tma.store_wait(0)
 
 
@@ -386,7 +408,7 @@ def _load_transposed(
     step = 0
     for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
         first, column = tile // width_tiles * CLASSES, tile % width_tiles * WIDTH
-        for i in range(_steps(R)):
+        for i in range(_steps(R, 2)):
             stage, full = _slot(step, ring)
             k = i * DEPTH
             mbarrier.expect(full, (CLASSES + WIDTH) * DEPTH * 2)
@@ -397,16 +419,44 @@ def _load_transposed(
 
 
 @gluon.jit
-def _weight_tiles(half: gl.constexpr, operands, CLASSES: gl.constexpr, WIDTH: gl.constexpr):
+def _add_columns(half: gl.constexpr, e_blocks, step, factor, row, R, sums):
+    """sums += factor_i e_i, element by element, over a consumer's half of a step's block of e, whose rows begin at
+    `row`: each thread adds up what it reads."""
+    block = e_blocks.index(2 * (step % STAGES) + half).load(sums.type.layout)
+    rows = row + gl.arange(0, DEPTH, layout=gl.SliceLayout(1, sums.type.layout))
+    return sums + block.to(gl.float32) * gl.load(factor + rows, mask=rows < R, other=0.0)[:, None]
+
+
+@gluon.jit
+def _weight_tiles(
+    half: gl.constexpr, operands, CLASSES: gl.constexpr, WIDTH: gl.constexpr, HAS_BIAS: gl.constexpr
+):  # fmt: skip
     """Consumer of weight_kernel."""
-    e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles, accumulate = operands
+    e_blocks, x_blocks, ring, staging, out, factor, bias, R, V, class_tiles, width_tiles, accumulate = operands
     size: gl.constexpr = CLASSES // 2
-    step, steps = 0, _steps(R)
+    # A warp has all rows of its columns: their sum needs no shared memory, of which there is none left.
+    by_columns: gl.constexpr = gl.BlockedLayout([1, 8], [1024 // size, size // 32], [1, 4], [1, 0])
+    step, steps = 0, _steps(R, 2)
     for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
         first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
         accumulator = gl.zeros([size, WIDTH], gl.float32, _registers(WIDTH))
         accumulator = _begin(half, e_blocks, x_blocks, ring, step, accumulator, False)
-        accumulator = _finish(half, e_blocks, x_blocks, ring, step, accumulator, steps, False)
+        if HAS_BIAS:
+            sums = gl.zeros([DEPTH, size], gl.float32, by_columns)
+            for i in range(steps - 2):
+                if column == 0:
+                    sums = _add_columns(half, e_blocks, step + i, factor, i * DEPTH, R, sums)
+                accumulator = _advance(half, e_blocks, x_blocks, ring, step + i, accumulator, False)
+            if column == 0:
+                for i in range(steps - 2, steps):
+                    sums = _add_columns(half, e_blocks, step + i, factor, i * DEPTH, R, sums)
+            accumulator = _last(step + steps, ring, accumulator)
+            if column == 0:
+                classes = first + gl.arange(0, size, layout=gl.SliceLayout(0, by_columns))
+                known = gl.load(bias + classes, mask=classes < V, other=0.0)
+                gl.store(bias + classes, known + gl.sum(sums, 0), mask=classes < V)
+        else:
+            accumulator = _finish(half, e_blocks, x_blocks, ring, step, accumulator, steps, 2, False)
         step += steps
         parts = _eighths(accumulator)
         for i in gl.static_range(8):
@@ -414,12 +464,14 @@ def _weight_tiles(half: gl.constexpr, operands, CLASSES: gl.constexpr, WIDTH: gl
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["R", "class_tiles", "width_tiles", "accumulate"])
+@gluon.jit(do_not_specialize=["R", "V", "class_tiles", "width_tiles", "accumulate"])
 def weight_kernel(
-    e, x, out, R, class_tiles, width_tiles, accumulate, CLASSES: gl.constexpr, WIDTH: gl.constexpr
+    e, x, out, factor, bias, R, V, class_tiles, width_tiles, accumulate,
+    CLASSES: gl.constexpr, WIDTH: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """out (V, H) fp32 = e^T x, += unless accumulate is 0, in tiles of CLASSES x WIDTH, for e (R, V) and x (R, H) as
-    tensor descriptors of (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 8).
+    tensor descriptors of (64, CLASSES / 2) and (64, WIDTH) blocks, and out of (CLASSES / 2, WIDTH / 8). HAS_BIAS: also
+    bias (V,) += e^T factor, from the blocks of e that pass by, for which a kernel of its own would read e again.
 
     The tiles of a class tile run side by side, so e is read from memory once. What the library's GEMM with an addition
     pays for reading and writing `out` at the end of each tile is hidden here behind the other consumer's product.
@@ -428,11 +480,11 @@ def weight_kernel(
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
     ring = _ring()
-    operands = (e_blocks, x_blocks, ring, staging, out, R, class_tiles, width_tiles, accumulate)
+    operands = (e_blocks, x_blocks, ring, staging, out, factor, bias, R, V, class_tiles, width_tiles, accumulate)
     gl.warp_specialize(
         [
-            (_weight_tiles, (0, operands, CLASSES, WIDTH)),
-            (_weight_tiles, (1, operands, CLASSES, WIDTH)),
+            (_weight_tiles, (0, operands, CLASSES, WIDTH, HAS_BIAS)),
+            (_weight_tiles, (1, operands, CLASSES, WIDTH, HAS_BIAS)),
             (_load_transposed, (
                 e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH,
             )),
