@@ -222,7 +222,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--contenders",
         type=listed(peers.contender),
         default=default_contenders,
-        help=f"default: {','.join(default_contenders)}; ours@256MiB sets a workspace; the floor always runs",
+        help=f"default: {','.join(default_contenders)}; ours@256MiB has that workspace, ours-graph is captured; the "
+        "floor always runs",
     )
     p.add_argument("--with", dest="extra", type=listed(peers.contender), default=[], help="more of them: quack")
     p.add_argument("--rounds", type=int, default=5, help="turns of every contender, each round in another order")

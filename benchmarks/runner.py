@@ -50,7 +50,29 @@ def make_step(case: Case, contender: peers.Contender):
             loss.backward(case.upstream)
         return loss, metrics
 
-    return step
+    return replayed(step, case) if contender.captured else step
+
+
+def replayed(step, case: Case):
+    """The step, recorded once; what a call returns and the gradients it leaves are the recording's."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    case.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    gradients = [leaf.grad for leaf in case.leaves]
+
+    def replay():
+        graph.replay()
+        for leaf, gradient in zip(case.leaves, gradients):
+            leaf.grad = gradient
+        return result
+
+    return replay
 
 
 def is_oom(error: BaseException) -> bool:

@@ -124,6 +124,20 @@ def test_every_scenario_runs_and_its_errors_are_small(scenario, build, tmp_path)
         assert max(errors.values()) < (1e-2 if s.autocast else 1e-5), (name, errors)
 
 
+@pytest.mark.gpu
+def test_a_captured_step_is_checked_like_any_other(build):
+    """Its gradients are the recording's, and there again after they were cleared."""
+    case = workloads.make_case(workloads.parse_shape("300x1000x64"), workloads.SCENARIOS["fwd_bwd"], device="cuda")
+    captured = peers.contender("ours-graph")
+    captured.load(peers.Options(build))
+    reference, step = Reference(case), runner.make_step(case, captured)
+    for _ in range(2):
+        case.reset()
+        errors = reference.errors(case, *step())
+        assert errors.pop("num_correct_difference") == 0
+        assert max(errors.values()) < 1e-2
+
+
 def test_the_reference_finds_a_wrong_gradient_and_a_missing_one():
     case = workloads.make_case(workloads.parse_shape("40x80x16"), workloads.SCENARIOS["fwd_bwd"])
     reference = Reference(case)
@@ -186,6 +200,7 @@ def test_unknown_names_are_refused():
     assert loss.parse_args(["--with", "quack"]).contenders[-1] == "quack"
     assert "quack" not in loss.parse_args([]).contenders
     assert peers.contender("ours@256MiB").workspace == 256 * 2**20
+    assert peers.contender("ours-graph").captured and not peers.contender("ours").captured
 
 
 def test_the_order_rotates_and_the_number_of_calls_follows_the_budget():
