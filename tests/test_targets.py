@@ -134,18 +134,22 @@ def hopper(add) -> None:
     options = dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False, HAS_CLASS_WEIGHT=False, GROUP=16)
     forward = dict(options, STORE=True, ENTROPY=True, SQUARES=False, SHIFTED=False)
     dlogits = dict(options, HAS_B=False, HAS_D=False)
+
+    def logits(name, kernel, constants, types):
+        add(name, kernel, dict(constants, PARTITIONS=1 if constants["HAS_SOFTCAP"] else 2), types)
+
     for dtype in ("bf16", "fp16"):
         types = {"x": dtype, "w": dtype, "bias": dtype, "exps": "bf16", "out": "bf16"}
         for store in (True, False):
             base = dict(forward, STORE=store)
-            add(f"hopper {dtype} store={store} bare", "hopper.forward_kernel", base, types)
-            add(f"hopper {dtype} store={store} all", "hopper.forward_kernel", dict(base, **EVERYTHING), types)
+            logits(f"hopper {dtype} store={store} bare", "hopper.forward_kernel", base, types)
+            logits(f"hopper {dtype} store={store} all", "hopper.forward_kernel", dict(base, **EVERYTHING), types)
         for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "SHIFTED"):
-            add(f"hopper {dtype} {flag}", "hopper.forward_kernel", dict(forward, **{flag: True}), types)
-        add(f"hopper {dtype}", "hopper.dlogits_kernel", dlogits, types)
-        add(f"hopper {dtype} entropy", "hopper.dlogits_kernel", dict(dlogits, HAS_B=True), types)
+            logits(f"hopper {dtype} {flag}", "hopper.forward_kernel", dict(forward, **{flag: True}), types)
+        logits(f"hopper {dtype}", "hopper.dlogits_kernel", dlogits, types)
+        logits(f"hopper {dtype} entropy", "hopper.dlogits_kernel", dict(dlogits, HAS_B=True), types)
         everything = dict(dlogits, **ALL, HAS_B=True, HAS_D=True)
-        add(f"hopper {dtype} all", "hopper.dlogits_kernel", everything, types)
+        logits(f"hopper {dtype} all", "hopper.dlogits_kernel", everything, types)
     for classes, width in ((128, 256), (256, 128)):
         types = {"e": "bf16", "x": "bf16", "out": "fp32", "bias": "fp32"}
         for bias in (False, True):
@@ -219,7 +223,8 @@ def compile_pipelined(target, function, constants, types):
         classes, width = constants["CLASSES"], constants["WIDTH"]
         blocks = {"e": (64, classes // 2), "x": (64, width), "out": (classes // 2, width // 8)}
     else:
-        blocks = {"x": (64, 64), "w": (256, 64), "exps": (64, 64), "out": (64, 64)}
+        rows = 128 // constants["PARTITIONS"]
+        blocks = {"x": (rows, 64), "w": (256, 64), "exps": (rows, 64), "out": (rows, 64)}
     signature, attributes, values = {}, {}, {}
     for index, parameter in enumerate(function.params):
         name = parameter.name
@@ -233,7 +238,8 @@ def compile_pipelined(target, function, constants, types):
         if signature[name].startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": 4})
+    warps = 8 // constants.get("PARTITIONS", 2)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
 
 
 def stack_bytes(binary: bytes):

@@ -103,7 +103,9 @@ class _Launch:
             from . import hopper
 
             self.forward_kernel, self.dlogits_kernel = hopper.forward_kernel, hopper.dlogits_kernel
-            self.x, self.weight, self.out = hopper.logits_descriptors(x, weight, out)
+            partitions = hopper.partitions(head.softcap)
+            self.x, self.weight, self.out = hopper.logits_descriptors(x, weight, out, partitions)
+            self.flags |= {"PARTITIONS": partitions, "num_warps": hopper.CONSUMER_WARPS.value // partitions}
             return
         self.forward_kernel, self.dlogits_kernel = fwd.forward_kernel, bwd.dlogits_kernel
         self.x, self.weight, self.out = x, weight, x if out is None else out

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .logits import (
     LOG_ZERO,
+    NEAR,
     capped,
     capped_near,
     chain,
@@ -60,8 +61,8 @@ def tile_logits(
     products, biases, logit_scale, softcap, PARTS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """z of a tile, in parts. HAS_SOFTCAP as in logits.transform; where it is 1, a tile whose logits are all below the
-    softcap, as nearly all are, is spared the special-function unit, which bounds an epilogue's time."""
+    """z of a tile, in parts. HAS_SOFTCAP as in logits.transform; where it is 1, a tile whose logits are all well
+    below the softcap, as nearly all are, is spared two special-function instructions of three for each element."""
     z = ()
     for i in tl.static_range(PARTS):
         part = products[i]
@@ -75,7 +76,7 @@ def tile_logits(
         furthest = tl.abs(z[0])
         for i in tl.static_range(1, PARTS):
             furthest = tl.maximum(furthest, tl.abs(z[i]))
-        if tl.max(tl.max(furthest, 1), 0) <= softcap:
+        if tl.max(tl.max(furthest, 1), 0) <= NEAR * softcap:
             z = capped_parts(z, softcap, PARTS, True)
         else:
             z = capped_parts(z, softcap, PARTS, False)

@@ -4,14 +4,20 @@ All of them are one pipeline. A program is persistent and has three roles, each 
 
     producer     one warp: bulk tensor copies of the operands' next blocks into a ring of STAGES buffers
     consumers    two warpgroups: matrix instructions on the ring's blocks, and then the tile's epilogue. A tile is cut
-                 in two, one half for each, and they share the block of the other operand.
+                 in two, one half for each, and they share the block of the other operand. They are two PARTITIONS,
+                 which drift apart, so that one's epilogue falls into the other's products; or one, with one copy of
+                 the code, where two would not fit into the instruction cache.
 
 A consumer stores what became of a tile a quarter at a time between the next tile's first products: the exponentials
 need half the registers of the logits, so both fit, and shared memory has the time of a product for each quarter. A
 kernel that goes from the GEMM to the epilogue and back leaves the tensor cores idle meanwhile, and waits for its first
 blocks once a tile: 1.3 times the time of the library's GEMM at a hidden size of 1024.
 
-A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the two consumers that have read it;
+Epilogues are straight-line code, as registers have no index: 2000 to 5000 instructions of 16 bytes for each consumer
+and tile. Two copies of the softcap's take 1.8 times the library's GEMM, one takes 1.3; without a softcap two take
+1.05 and one 1.09.
+
+A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the partitions that have read it;
 both flip their phase every time round the ring. What a tile's products become is epilogues.py's, as everywhere.
 """
 
@@ -51,6 +57,7 @@ add_out = getattr(tma, "async_atomic_add", None) or _add_out
 
 ROWS = gl.constexpr(128)  # a tile of logits; each consumer has 64 of its rows
 COLUMNS = gl.constexpr(256)
+CONSUMER_WARPS = gl.constexpr(8)
 EIGHTH = gl.constexpr(32)  # of COLUMNS: what an epilogue works on at a time, so that few values live at once
 PART = gl.constexpr(64)  # columns of a block that goes out, of 8 KiB
 DEPTH = gl.constexpr(64)  # of a block along the reduction
@@ -71,10 +78,16 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [rows, columns], layout)
 
 
-def logits_descriptors(x: torch.Tensor, weight: torch.Tensor, out: Optional[torch.Tensor]) -> tuple:
+def partitions(softcap: Optional[float]) -> int:
+    """PARTITIONS of forward_kernel and dlogits_kernel, which have CONSUMER_WARPS / PARTITIONS warps."""
+    return 2 if softcap is None else 1
+
+
+def logits_descriptors(x: torch.Tensor, weight: torch.Tensor, out: Optional[torch.Tensor], partitions: int) -> tuple:
     """(x, w, exps or out) as forward_kernel and dlogits_kernel take them; without an `out` they won't touch it."""
-    a, w = descriptor(x, ROWS.value // 2, DEPTH.value), descriptor(weight, COLUMNS.value, DEPTH.value)
-    return a, w, a if out is None else descriptor(out, ROWS.value // 2, PART.value)
+    rows = ROWS.value // partitions
+    a, w = descriptor(x, rows, DEPTH.value), descriptor(weight, COLUMNS.value, DEPTH.value)
+    return a, w, a if out is None else descriptor(out, rows, PART.value)
 
 
 def weight_descriptors(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, classes: int, width: int) -> tuple:
@@ -84,13 +97,13 @@ def weight_descriptors(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, clas
 
 
 @gluon.jit
-def _ring():
+def _ring(PARTITIONS: gl.constexpr):
     """(ready, empty): the barriers of a ring's slots."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=PARTITIONS)
     fence_async_shared()
     return ready, empty
 
@@ -103,7 +116,7 @@ def _steps(K, LEAST: gl.constexpr):
 
 @gluon.jit
 def _slot(step, ring):
-    """The ring's slot of a step, waited for until both consumers have read what it held, and its `ready` barrier."""
+    """The ring's slot of a step, waited for until all consumers have read what it held, and its `ready` barrier."""
     ready, empty = ring
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -119,7 +132,7 @@ def _multiply(
     ready, _ = ring
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-    left, right = a.index(2 * stage + half), b.index(stage)
+    left, right = a.index(a.shape[0] // STAGES * stage + half), b.index(stage)
     if ROW_MAJOR:
         right = right.permute([1, 0])
     else:
@@ -167,9 +180,9 @@ def _finish(half: gl.constexpr, a, b, ring, step, accumulator, steps, ISSUED: gl
 
 
 @gluon.constexpr_function
-def _registers(columns):
+def _registers(columns, warps=4):
     """The layout of a consumer's (rows, columns), of a whole tile or a part of its columns."""
-    return gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+    return gl.NVMMADistributedLayout([3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
@@ -179,19 +192,20 @@ def _halves(tile):
 
 
 @gluon.jit
-def _eighths(tile):
+def _eighths(tile, WARPS: gl.constexpr = 4):
     """(m, 8 n) -> eight of (m, n), from left to right. As _halves."""
     parts = ()
     for i in gl.static_range(8):
         part = _halves(_halves(_halves(tile)[i // 4])[i // 2 % 2])[i % 2]
-        parts = parts + (gl.convert_layout(part, _registers(tile.shape[1] // 8)),)
+        parts = parts + (gl.convert_layout(part, _registers(tile.shape[1] // 8, WARPS)),)
     return parts
 
 
 @gluon.jit
 def _load_logits(x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP: gl.constexpr):
     """Producer of x (rows, H) and w (classes, H)."""
-    half: gl.constexpr = ROWS // 2
+    SIZE: gl.constexpr = x_blocks.shape[1]
+    PARTITIONS: gl.constexpr = ROWS // SIZE
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
@@ -199,8 +213,8 @@ def _load_logits(x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GRO
             stage, full = _slot(step, ring)
             k = i * DEPTH
             mbarrier.expect(full, (ROWS + COLUMNS) * DEPTH * 2)
-            copy_in(x, [row_tile * ROWS, k], full, x_blocks.index(2 * stage))
-            copy_in(x, [row_tile * ROWS + half, k], full, x_blocks.index(2 * stage + 1))
+            for half in gl.static_range(PARTITIONS):
+                copy_in(x, [row_tile * ROWS + half * SIZE, k], full, x_blocks.index(PARTITIONS * stage + half))
             copy_in(w, [column_tile * COLUMNS, k], full, w_blocks.index(stage))
             step += 1
 
@@ -220,10 +234,12 @@ def _store_part(values, out, row, column, staging, slot: gl.constexpr, add):
 
 
 @gluon.jit
-def _store_pair(half: gl.constexpr, i: gl.constexpr, parts, out, row, column, staging):
+def _store_pair(
+    half: gl.constexpr, i: gl.constexpr, parts, out, row, column, staging, WARPS: gl.constexpr
+):  # fmt: skip
     """Two eighths of a consumer's tile, through one of its two blocks of staging."""
     pair = gl.join(parts[2 * i], parts[2 * i + 1]).permute([0, 2, 1]).reshape([parts[0].shape[0], PART])
-    values = gl.convert_layout(pair, _registers(PART))
+    values = gl.convert_layout(pair, _registers(PART, WARPS))
     _store_part(values, out, row, column + i * PART, staging, 2 * half + i % 2, False)
 
 
@@ -239,22 +255,23 @@ def _forward_tiles(
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     ) = operands  # fmt: skip
     reference, _, _, _, _ = row_scratch(scratch, R)
-    size: gl.constexpr = ROWS // 2
-    rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
-    columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
+    size: gl.constexpr = x_blocks.shape[1]
+    WARPS: gl.constexpr = CONSUMER_WARPS * size // ROWS
+    rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH, WARPS))
+    columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH, WARPS))
     step, steps = 0, _steps(H, LOGITS_STEPS)
     # The last tile's E, which is not stored yet. At first there is none, and what lies beyond the rows isn't written.
-    stored = _eighths(gl.zeros([size, COLUMNS], exps.dtype, _registers(COLUMNS)))
+    stored = _eighths(gl.zeros([size, COLUMNS], exps.dtype, _registers(COLUMNS, WARPS)), WARPS)
     stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
-        product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS))
+        product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS, WARPS))
         product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
         for i in gl.static_range(LOGITS_STEPS - 2):
             if STORE:
-                _store_pair(half, i, stored, exps, stored_row, stored_column, staging)
+                _store_pair(half, i, stored, exps, stored_row, stored_column, staging, WARPS)
             product = _advance(half, x_blocks, w_blocks, ring, step + i, product, True)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
@@ -268,14 +285,14 @@ def _forward_tiles(
         step += steps
 
         stored = tile_statistics(
-            _eighths(product), at, column_tile, rows, live, y, here, any_here, c,
+            _eighths(product, WARPS), at, column_tile, rows, live, y, here, any_here, c,
             biases, class_weight, scratch, partials, R, V, plane, logit_scale, softcap, exps.dtype, COLUMNS, STORE,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
     if STORE:
         for i in gl.static_range(4):
-            _store_pair(half, i, stored, exps, stored_row, stored_column, staging)
+            _store_pair(half, i, stored, exps, stored_row, stored_column, staging, WARPS)
         tma.store_wait(0)
 
 
@@ -283,37 +300,51 @@ def _forward_tiles(
 def forward_kernel(
     x, w, bias, targets, class_weight, scratch, exps, partials,
     R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
-    GROUP: gl.constexpr, STORE: gl.constexpr,
+    GROUP: gl.constexpr, PARTITIONS: gl.constexpr, STORE: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     ENTROPY: gl.constexpr, SQUARES: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
     """forward_kernels.forward_kernel without its repair: the same partial statistics and the same E, from x and w as
-    tensor descriptors of (64, 64) and (256, 64) blocks and exps of (64, 64)."""
-    x_blocks = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS // 2, DEPTH], x.layout)
+    tensor descriptors of (128 / PARTITIONS, 64) and (256, 64) blocks and exps of (128 / PARTITIONS, 64)."""
+    size: gl.constexpr = ROWS // PARTITIONS
+    x_blocks = gl.allocate_shared_memory(x.dtype, [PARTITIONS * STAGES, size, DEPTH], x.layout)
     w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
     staging = x_blocks
     if STORE:
-        staging = gl.allocate_shared_memory(exps.dtype, [4, ROWS // 2, PART], exps.layout)
-    ring = _ring()
+        staging = gl.allocate_shared_memory(exps.dtype, [2 * PARTITIONS, size, PART], exps.layout)
+    ring = _ring(PARTITIONS)
     operands = (
         x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_forward_tiles, (
-                0, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
-                SQUARES, SHIFTED,
-            )),
-            (_forward_tiles, (
-                1, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY,
-                SQUARES, SHIFTED,
-            )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if PARTITIONS == 2:
+        gl.warp_specialize(
+            [
+                (_forward_tiles, (
+                    0, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES,
+                    SHIFTED,
+                )),
+                (_forward_tiles, (
+                    1, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES,
+                    SHIFTED,
+                )),
+                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_forward_tiles, (
+                    0, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES,
+                    SHIFTED,
+                )),
+                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -328,20 +359,21 @@ def _dlogits_tiles(
         row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     ) = operands  # fmt: skip
-    size: gl.constexpr = ROWS // 2
-    rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH))
-    columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH))
+    size: gl.constexpr = x_blocks.shape[1]
+    WARPS: gl.constexpr = CONSUMER_WARPS * size // ROWS
+    rows_of: gl.constexpr = gl.SliceLayout(1, _registers(EIGHTH, WARPS))
+    columns_of: gl.constexpr = gl.SliceLayout(0, _registers(EIGHTH, WARPS))
     step, steps = 0, _steps(H, LOGITS_STEPS)
-    stored = _eighths(gl.zeros([size, COLUMNS], out.dtype, _registers(COLUMNS)))  # as in _forward_tiles
+    stored = _eighths(gl.zeros([size, COLUMNS], out.dtype, _registers(COLUMNS, WARPS)), WARPS)  # as in _forward_tiles
     stored_row, stored_column = row_tiles * ROWS, 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_order(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * ROWS + half * size
         column = column_tile * COLUMNS
-        product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS))
+        product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS, WARPS))
         product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
         for i in gl.static_range(LOGITS_STEPS - 2):
-            _store_pair(half, i, stored, out, stored_row, stored_column, staging)
+            _store_pair(half, i, stored, out, stored_row, stored_column, staging, WARPS)
             product = _advance(half, x_blocks, w_blocks, ring, step + i, product, True)
         rows = row + gl.arange(0, size, layout=rows_of)
         live = rows < R
@@ -355,13 +387,13 @@ def _dlogits_tiles(
         step += steps
 
         stored = tile_gradient(
-            _eighths(product), at, column, rows, live, y, here, any_here,
+            _eighths(product, WARPS), at, column, rows, live, y, here, any_here,
             coefficients, row_target, row_t, biases, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
     for i in gl.static_range(4):
-        _store_pair(half, i, stored, out, stored_row, stored_column, staging)
+        _store_pair(half, i, stored, out, stored_row, stored_column, staging, WARPS)
     tma.store_wait(0)
 
 
@@ -369,33 +401,46 @@ def _dlogits_tiles(
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
     row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d, out,
-    R, V, H, row_tiles, column_tiles, logit_scale, softcap, GROUP: gl.constexpr,
+    R, V, H, row_tiles, column_tiles, logit_scale, softcap, GROUP: gl.constexpr, PARTITIONS: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     HAS_B: gl.constexpr, HAS_D: gl.constexpr,
 ):  # fmt: skip
     """gradient_kernels.dlogits_kernel: the gradient family of loss.py, with the logits recomputed."""
-    x_blocks = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS // 2, DEPTH], x.layout)
+    size: gl.constexpr = ROWS // PARTITIONS
+    x_blocks = gl.allocate_shared_memory(x.dtype, [PARTITIONS * STAGES, size, DEPTH], x.layout)
     w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
-    staging = gl.allocate_shared_memory(out.dtype, [4, ROWS // 2, PART], out.layout)
-    ring = _ring()
+    staging = gl.allocate_shared_memory(out.dtype, [2 * PARTITIONS, size, PART], out.layout)
+    ring = _ring(PARTITIONS)
     operands = (
         x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
         row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_dlogits_tiles, (
-                0, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
-            )),
-            (_dlogits_tiles, (
-                1, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
-            )),
-            (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if PARTITIONS == 2:
+        gl.warp_specialize(
+            [
+                (_dlogits_tiles, (
+                    0, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
+                )),
+                (_dlogits_tiles, (
+                    1, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
+                )),
+                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_dlogits_tiles, (
+                    0, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
+                )),
+                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -419,12 +464,18 @@ def _load_transposed(
 
 
 @gluon.jit
-def _add_columns(half: gl.constexpr, e_blocks, step, factor, row, R, sums):
-    """sums += factor_i e_i, element by element, over a consumer's half of a step's block of e, whose rows begin at
-    `row`: each thread adds up what it reads."""
+def _factors(factor, row, R, layout: gl.constexpr):
+    """Of a block of e whose rows begin at `row`."""
+    rows = row + gl.arange(0, DEPTH, layout=gl.SliceLayout(1, layout))
+    return gl.load(factor + rows, mask=rows < R, other=0.0)
+
+
+@gluon.jit
+def _add_columns(half: gl.constexpr, e_blocks, step, factors, sums):
+    """sums += factors_i e_i, element by element, over a consumer's half of a step's block of e: each thread adds up
+    what it reads."""
     block = e_blocks.index(2 * (step % STAGES) + half).load(sums.type.layout)
-    rows = row + gl.arange(0, DEPTH, layout=gl.SliceLayout(1, sums.type.layout))
-    return sums + block.to(gl.float32) * gl.load(factor + rows, mask=rows < R, other=0.0)[:, None]
+    return sums + block.to(gl.float32) * factors[:, None]
 
 
 @gluon.jit
@@ -443,13 +494,17 @@ def _weight_tiles(
         accumulator = _begin(half, e_blocks, x_blocks, ring, step, accumulator, False)
         if HAS_BIAS:
             sums = gl.zeros([DEPTH, size], gl.float32, by_columns)
+            factors = _factors(factor, 0, R, by_columns)
             for i in range(steps - 2):
                 if column == 0:
-                    sums = _add_columns(half, e_blocks, step + i, factor, i * DEPTH, R, sums)
+                    following = _factors(factor, (i + 1) * DEPTH, R, by_columns)  # in time for the next round
+                    sums = _add_columns(half, e_blocks, step + i, factors, sums)
+                    factors = following
                 accumulator = _advance(half, e_blocks, x_blocks, ring, step + i, accumulator, False)
             if column == 0:
-                for i in range(steps - 2, steps):
-                    sums = _add_columns(half, e_blocks, step + i, factor, i * DEPTH, R, sums)
+                sums = _add_columns(half, e_blocks, step + steps - 2, factors, sums)
+                last = _factors(factor, (steps - 1) * DEPTH, R, by_columns)
+                sums = _add_columns(half, e_blocks, step + steps - 1, last, sums)
             accumulator = _last(step + steps, ring, accumulator)
             if column == 0:
                 classes = first + gl.arange(0, size, layout=gl.SliceLayout(0, by_columns))
@@ -479,7 +534,7 @@ def weight_kernel(
     e_blocks = gl.allocate_shared_memory(e.dtype, [2 * STAGES, DEPTH, CLASSES // 2], e.layout)
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
     staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
-    ring = _ring()
+    ring = _ring(2)
     operands = (e_blocks, x_blocks, ring, staging, out, factor, bias, R, V, class_tiles, width_tiles, accumulate)
     gl.warp_specialize(
         [
