@@ -10,6 +10,8 @@ def kernel(
 ):
     gl.warp_specialize(
     block.store(values)
+    if PARTITIONS == 2:
+    if add:
 """
 
 
@@ -32,6 +34,8 @@ def folder(tmp_path, monkeypatch):
     [
         ((2, 2, 5), True),  # the partition's number: read and written where the kernel begins, written at its end
         ((2, 5), True),
+        ((2, 2, 7), True),  # which partitions there are is chosen there
+        ((2, 2, 8), False),
         ((2, 6), False),
         ((6, 6), False),
         ((6, 2, 5), False),

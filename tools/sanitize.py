@@ -6,8 +6,8 @@ torch's caching allocator is switched off, so that an access beyond a tensor is 
 
 racecheck does not follow the barriers with which Triton tells a kernel's warps what to run (warp_specialize): it
 reports the number of a warp's partition, read where the kernel begins and written where its partitions begin and end.
-A report is laid to that, and counted, if all its lines are the kernel's `def` or its `gl.warp_specialize(`, and if
-racecheck says the same of racecheck_control.py, whose partitions share nothing else. Any other report is an error.
+A report is laid to that, and counted, if all its lines are in HANDSHAKE, and if racecheck says the same of
+racecheck_control.py, whose partitions share nothing else. Any other report is an error.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from pathlib import Path
 TOOLS = ("memcheck", "racecheck")
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("build/torch-cuda/backends/triton", "tools")
+# How the lines begin that stand for Triton's own accesses: where a kernel and its partitions begin.
+HANDSHAKE = ("def ", "if PARTITIONS == 2:", "gl.warp_specialize(")
 ACCESS = re.compile(r"(?:Race reported between|and) (?:Read|Write) access at .* in (\S+):(\d+)")
 
 
@@ -108,7 +110,7 @@ def races(output: str) -> tuple[list[str], list[str]]:
     others, handshakes = [], []
     for report in re.split(r"(?m)^=+ (?=\w+: Race reported)", output)[1:]:
         lines = [_source_line(file, int(number)) for file, number in ACCESS.findall(report)]
-        own = len(lines) > 1 and all(line.startswith(("def ", "gl.warp_specialize(")) for line in lines)
+        own = len(lines) > 1 and all(line.startswith(HANDSHAKE) for line in lines)
         (handshakes if own else others).append(report)
     return others, handshakes
 
