@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 MAIN = ("fwd_bwd", "random")
 EARLIER = "†"
+OWN = ("ours", "ours-graph")  # figures of this kernel's version, which a newer run makes obsolete
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -81,9 +82,10 @@ def read(results: Path) -> list[Group]:
                 groups[key] = Group(
                     run["device"], case["scenario"], case["scenario_title"], case["inputs"], case["dtype"], named
                 )
-            cases = groups[key].cases
-            kept = _peers(cases[case["shape"]]) if case["shape"] in cases else {}
-            cases[case["shape"]] = {**case, "run": run, "results": kept | case["results"]}
+            cases, shape = groups[key].cases, case["shape"]
+            older = cases.get(shape, {"results": {}})
+            results = _peers(older) | _with_errors(case["results"], older)
+            cases[shape] = {**case, "run": run, "results": results}
     for g in groups.values():
         g.cases = dict(sorted(g.cases.items(), key=lambda kv: _shape_order(kv[0])))
     # GPUs first, then in the order of the scenarios
@@ -92,11 +94,22 @@ def read(results: Path) -> list[Group]:
 
 def _peers(case: dict) -> dict:
     """What a newer run of the case takes over where it has none of its own: a peer's, which did not change; also that
-    a peer was absent or could not do it."""
+    a peer was absent or could not do it; and this kernel's with other workspaces, which the table marks."""
     return {
         name: {"run": case["run"], **result}
         for name, result in case["results"].items()
-        if not name.startswith("ours") and result["status"] in ("ok", "absent", "unsupported")
+        if name not in OWN and result["status"] in ("ok", "absent", "unsupported")
+    }
+
+
+def _with_errors(results: dict, older: dict) -> dict:
+    """Results of a run that measured times alone, with the errors of the last run that compared values."""
+    known = {name: r for name, r in older["results"].items() if r.get("errors")}
+    return {
+        name: {"errors": known[name]["errors"], "errors_run": known[name].get("errors_run", older["run"]), **result}
+        if result["status"] == "ok" and name in known
+        else result
+        for name, result in results.items()
     }
 
 
@@ -173,10 +186,12 @@ def error_table(group: Group) -> list[str]:
         return []
     lines = [_row(["largest error against float64", *keys]), _row(["---"] * (len(keys) + 1))]
     for name in group.contenders:
-        errors = [r["errors"] for s in group.cases if (r := group.result(s, name)) and r.get("errors")]
-        if errors:
-            worst = [max((e[k] for e in errors if k in e), default=None) for k in keys]
-            lines.append(_row([group.label(name), *("-" if w is None else f"{w:.1e}" for w in worst)]))
+        found = [r for s in group.cases if (r := group.result(s, name)) and r.get("errors")]
+        if found:
+            worst = [max((r["errors"][k] for r in found if k in r["errors"]), default=None) for k in keys]
+            commits = dict.fromkeys(_commit(r["errors_run"]) for r in found if "errors_run" in r and "run" not in r)
+            label = group.label(name) + (f" (commit {', '.join(commits)})" if commits else "")
+            lines.append(_row([label, *("-" if w is None else f"{w:.1e}" for w in worst)]))
     return lines
 
 
