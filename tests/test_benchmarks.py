@@ -109,7 +109,11 @@ def test_torch_without_linear_cross_entropy_is_absent(measured):
     assert "2.13" in json.loads(measured.read_text())["peers"]["torch"]["reason"]
 
 
-@pytest.mark.parametrize("scenario", workloads.SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario",
+    [name if name in ("fwd_bwd", "softcap_bias") else pytest.param(name, marks=pytest.mark.slow)
+     for name in workloads.SCENARIOS],
+)  # fmt: skip
 def test_every_scenario_runs_and_its_errors_are_small(scenario, build, tmp_path):
     data = run(
         tmp_path / "run.json", "--shapes", "40x80x16", "--scenarios", scenario,

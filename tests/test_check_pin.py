@@ -671,12 +671,13 @@ def test_nothing_is_run_after_a_failure(pinned, tmp_path):
             "does-not-load",
             "get_kernel fails: OSError: no",
         ),
-        (
+        pytest.param(
             "api.py",
             "    names = validation.check_outputs(outputs)\n    c =",
             "    raise KeyError('x')\n    c =",
             "does-not-run",
             "a call fails: KeyError: 'x'",
+            marks=pytest.mark.slow,
         ),
         (
             "__init__.py",

@@ -1,16 +1,27 @@
 """Fixtures of the backends' tests."""
 
+import types
+
 import pytest
 import torch
 
 from ..conftest import submodule
 from .reference import Where
 
+NOTHING = types.SimpleNamespace(params={})
 # The interpreter's arithmetic is numpy's, which warns of the NaN and inf that these tests provoke.
 INTERPRETER = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:numpy"),
 ]
+
+
+def pytest_collection_modifyitems(items):
+    """Tiles in parts once more in bf16, fp16 with other roundings under the interpreter, are for the slow run."""
+    for item in items:
+        parameters = getattr(item, "callspec", NOTHING).params.values()
+        if item.path.name == "test_epilogues.py" and torch.bfloat16 in parameters:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import triton.language as tl
 from . import test_triton
 
 # epilogues.py's own functions: the kernel under test is a fixture.
-whole_statistics = whole_gradient = None
+whole_bias = whole_statistics = whole_gradient = None
 
 
 @triton.jit
@@ -29,12 +29,8 @@ def quarters(tile):
 
 
 @triton.jit
-def bias_quarters(biases, HAS_BIAS: tl.constexpr):
-    parts = ()
-    if HAS_BIAS:
-        for part in quarters(biases[0][None, :]):
-            parts = parts + (part.reshape([part.shape[1]]),)
-    return parts
+def quartered_bias(bias, at, column, V, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr):
+    return whole_bias(bias, tl.arange(0, COLUMNS // 4), column, V, COLUMNS, HAS_BIAS, COMPUTE)
 
 
 @triton.jit
@@ -51,7 +47,7 @@ def quartered_statistics(
 ):  # fmt: skip
     e = whole_statistics(
         quarters(products[0]), tl.arange(0, COLUMNS // 4), column_tile, rows, live, y, here, any_here, c,
-        bias_quarters(biases, HAS_BIAS), class_weight, scratch, partials, R, V, plane, logit_scale, softcap, DTYPE,
+        biases, class_weight, scratch, partials, R, V, plane, logit_scale, softcap, DTYPE,
         COLUMNS, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED, COMPUTE,
     )  # fmt: skip
     return (joined(joined(e[0], e[1]), joined(e[2], e[3])),)
@@ -66,7 +62,7 @@ def quartered_gradient(
 ):  # fmt: skip
     v = whole_gradient(
         quarters(products[0]), tl.arange(0, COLUMNS // 4), column, rows, live, y, here, any_here, coefficients,
-        row_log_prob, row_t, bias_quarters(biases, HAS_BIAS), class_weight, V, logit_scale, softcap, DTYPE, COLUMNS,
+        row_log_prob, row_t, biases, class_weight, V, logit_scale, softcap, DTYPE, COLUMNS,
         SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
     )  # fmt: skip
     return (joined(joined(v[0], v[1]), joined(v[2], v[3])),)
@@ -77,8 +73,11 @@ def quartered(backend, device, monkeypatch):
     if device != "cpu":
         pytest.skip("what is compiled can't be replaced")
     this = sys.modules[__name__]
+    monkeypatch.setattr(this, "whole_bias", backend.fwd.tile_bias)
     monkeypatch.setattr(this, "whole_statistics", backend.fwd.tile_statistics)
     monkeypatch.setattr(this, "whole_gradient", backend.bwd.tile_gradient)
+    for kernels in (backend.fwd, backend.bwd):
+        monkeypatch.setattr(kernels, "tile_bias", quartered_bias)
     monkeypatch.setattr(backend.fwd, "tile_statistics", quartered_statistics)
     monkeypatch.setattr(backend.bwd, "tile_gradient", quartered_gradient)
 

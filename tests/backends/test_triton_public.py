@@ -200,7 +200,12 @@ class TestPublicFunctions:
         expected[3, 0] = expected[5, 1] = 1.0
         torch.testing.assert_close(tensors[1].grad.cpu(), expected, rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("name, dtype", [(name, BF16) for name in RECOMPUTED] + [("slabs", FP16)])
+    @pytest.mark.parametrize(
+        "name, dtype",
+        [("rows", BF16), ("slabs", BF16)]
+        + [pytest.param(name, BF16, marks=pytest.mark.slow) for name in ("smoothed", "softcap", "scaled")]
+        + [pytest.param("slabs", FP16, marks=pytest.mark.slow)],
+    )
     def test_the_rounding_of_recomputed_gradients_is_not_biased(self, where, forced, dtype, name):
         """Where p_y is below 2^-9, bf16 has no number between -1 and p_y - 1. Each gradient here shows whether
         p_y was lost: the target's weight is 0, so that dX comes from the other classes alone."""
@@ -241,7 +246,7 @@ class TestPublicFunctions:
         assert dx.isnan().any(1).tolist() == loss.isnan().tolist() == [i == 5 for i in range(where.rows)]
         assert dx[5].isnan().all() and dw.isnan().all() and db.isnan().all()
 
-    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    @pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.slow), BF16])
     @pytest.mark.parametrize("name", ["plain", "kept", *RECOMPUTED])
     def test_rows_are_masked_while_capturing(self, where, forced, monkeypatch, name, dtype):
         """What a CUDA graph records, with anything in the ignored rows."""

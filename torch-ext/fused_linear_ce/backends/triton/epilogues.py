@@ -15,18 +15,15 @@ import triton.language as tl
 
 from .logits import (
     LOG_ZERO,
-    NEAR,
-    capped,
-    capped_near,
     chain,
     column_bias,
     exponentials,
     gradient,
     row_scratch,
     row_sums,
-    scaled,
     target_gradient,
     tile_partials,
+    transform,
 )
 
 
@@ -49,37 +46,17 @@ def tile_bias(bias, at, column, V, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr
 
 
 @triton.jit
-def capped_parts(y, softcap, PARTS: tl.constexpr, NEAR: tl.constexpr):
-    z = ()
-    for i in tl.static_range(PARTS):
-        z = z + (capped_near(y[i], softcap) if NEAR else capped(y[i], softcap, False),)
-    return z
-
-
-@triton.jit
 def tile_logits(
     products, biases, logit_scale, softcap, PARTS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """z of a tile, in parts. HAS_SOFTCAP as in logits.transform; where it is 1, a tile whose logits are all well
-    below the softcap, as nearly all are, is spared two special-function instructions of three for each element."""
+    """z of a tile, in parts."""
     z = ()
     for i in tl.static_range(PARTS):
         part = products[i]
         if HAS_BIAS:
             part += biases[i][None, :]
-        part = scaled(part, logit_scale, SCALED)
-        if HAS_SOFTCAP == 2:
-            part = capped(part, softcap, True)
-        z = z + (part,)
-    if HAS_SOFTCAP == 1:
-        furthest = tl.abs(z[0])
-        for i in tl.static_range(1, PARTS):
-            furthest = tl.maximum(furthest, tl.abs(z[i]))
-        if tl.max(tl.max(furthest, 1), 0) <= NEAR * softcap:
-            z = capped_parts(z, softcap, PARTS, True)
-        else:
-            z = capped_parts(z, softcap, PARTS, False)
+        z = z + (transform(part, logit_scale, softcap, SCALED, HAS_SOFTCAP),)
     return z
 
 
@@ -103,8 +80,8 @@ def one_half(parts, right, HALF: tl.constexpr):
 
 @triton.jit
 def at_target(z, at, y, PARTS: tl.constexpr):
-    """z at column y of each row, by halves of the parts and then within one: most of a tile's elements are compared
-    with nothing. Of no meaning where y is outside."""
+    """z at column y of each row, by halves of the parts and then within one: only what is left of a tile by then is
+    compared with anything. Of no meaning where y is outside."""
     WIDTH: tl.constexpr = at.shape[0]
     left = z
     for level in tl.static_range(1, 6):

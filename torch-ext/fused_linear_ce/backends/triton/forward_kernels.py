@@ -105,7 +105,7 @@ def forward_kernel(
     """Persistent: each program walks over tiles of ROWS x COLUMNS logits. Per tile and row it leaves behind, at
     [column tile, row]: the maximum, sum exp(z - c), sum exp(z - c)(z - c), sum exp(z - c)^2 and sum w_j (z_j - c) (the
     last three if asked for), with c the row's reference where E is stored and the tile's own maximum elsewhere. The
-    tile that holds a row's target writes its logit, and whether an earlier class of the tile reaches it.
+    tile that holds a row's target writes its logit, and whether another class of it is higher, or equal and earlier.
     """
     reference, _, _, marked, any_marked = row_scratch(scratch, R)
     if REPAIR:

@@ -14,8 +14,8 @@ kernel that goes from the GEMM to the epilogue and back leaves the tensor cores 
 blocks once a tile: 1.3 times the time of the library's GEMM at a hidden size of 1024.
 
 Epilogues are straight-line code, as registers have no index: 2000 to 5000 instructions of 16 bytes for each consumer
-and tile. Two copies of the softcap's take 1.8 times the library's GEMM, one takes 1.3; without a softcap two take
-1.05 and one 1.09.
+and tile. Two copies of a softcap's took 1.4 to 1.8 times the library's GEMM, the more the longer they were, and one
+1.3; without a softcap two take 1.05 and one 1.09.
 
 A ring slot's `ready` barrier counts the bytes of its blocks, its `empty` barrier the partitions that have read it;
 both flip their phase every time round the ring. What a tile's products become is epilogues.py's, as everywhere.
@@ -59,7 +59,7 @@ ROWS = gl.constexpr(128)  # a tile of logits; each consumer has 64 of its rows
 COLUMNS = gl.constexpr(256)
 CONSUMER_WARPS = gl.constexpr(8)
 EIGHTH = gl.constexpr(32)  # of COLUMNS: what an epilogue works on at a time, so that few values live at once
-PART = gl.constexpr(64)  # columns of a block that goes out, of 8 KiB
+PART = gl.constexpr(64)  # columns of a block of E or dlogits that goes out
 DEPTH = gl.constexpr(64)  # of a block along the reduction
 LOGITS_STEPS = gl.constexpr(2 + 4)  # of a tile of logits at least: two, and one for each part of the last tile
 STAGES = gl.constexpr(4)  # slots of 48 KiB each; with two blocks on their way out for each consumer, memory is full
