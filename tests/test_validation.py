@@ -197,12 +197,47 @@ def test_upstream_gradients_of_another_shape_are_refused(kernel, reduction, shap
     "name, value",
     [("n_tokens", -1), ("n_tokens", 2.5), ("vocab", 0), ("hidden_size", 0), ("dtype", torch.int8), ("dtype", "bf16"),
      ("weight_dtype", torch.int64), ("device_type", "cuda:0"), ("upstream", "foo"),
-     ("needs", (True,)), ("label_smoothing", 0.1)],
+     ("needs", (True,)), ("needs", (1, 1, 0)), ("label_smoothing", 0.1), ("row_scaled", "no")],
 )  # fmt: skip
 def test_plan_refuses(kernel, name, value):
     sizes = {"n_tokens": 10, "vocab": 20, "hidden_size": 4, name: value}
-    error = TypeError if name.endswith("dtype") or name == "label_smoothing" else ValueError
-    refused(kernel.plan, error, ["needs_grad" if name == "needs" else name, str(value)], **sizes)
+    error = TypeError if name.endswith("dtype") or name in ("label_smoothing", "row_scaled") else ValueError
+    refused(kernel.plan, error, [f"{name} must be", str(value)], **sizes)
+
+
+@pytest.mark.parametrize(
+    "forward, backward, parts",
+    [
+        ({}, {"reduction": "avg"}, ["reduction", "'avg'"]),
+        ({"reduction": "none"}, {"reduction": "mean"}, ["reduction='mean'", '"none"']),
+        ({"reduction": "sum"}, {"reduction": "none"}, ["reduction='none'", '"mean" or "sum"']),
+        ({"needs_grad": (True, False, False)}, {}, ["needs_grad", "weight's gradient"]),
+        ({"needs_grad": (False, True, True)}, {}, ["needs_grad", "hidden's gradient"]),
+        ({}, {"needs_grad": ("yes", 1, None)}, ["needs_grad must be", "('yes', 1, None)"]),
+        ({}, {"saved": ()}, ["saved must be", "a tuple of 0"]),
+        ({}, {"saved": None}, ["saved must be", "NoneType"]),
+        ({}, {"saved": (None,) * 5}, ["saved must be", "a tuple of 5"]),
+    ],
+)
+def test_a_raw_backward_refuses_what_its_forward_did_not_do(kernel, forward, backward, parts):
+    *_, saved = kernel.fused_linear_cross_entropy_forward(**arguments(), **forward)
+    reduction = backward.get("reduction", forward.get("reduction", "mean"))
+    grad_loss = zeros(2, 3) if reduction == "none" else zeros()
+    given = {"saved": saved, "grad_loss": grad_loss, "reduction": reduction, **backward}
+    refused(kernel.fused_linear_cross_entropy_backward, ValueError, parts, **arguments(), **given)
+
+
+@pytest.mark.parametrize("saved", [(), None, [zeros(1)] * 5])
+def test_the_log_probs_backward_refuses_what_no_forward_returned(kernel, saved):
+    refused(
+        kernel.fused_linear_log_probs_backward, ValueError, ["saved must be"], saved=saved,
+        grads=kernel.LogProbs(log_probs=zeros(2, 3)), **arguments(),
+    )  # fmt: skip
+
+
+def test_a_number_of_items_below_zero_is_refused_where_its_value_is_at_hand(kernel):
+    for value in (-3, torch.tensor(-3), torch.tensor([-0.5])):
+        refused(kernel.fused_linear_cross_entropy, ValueError, ["num_items", "negative"], **arguments(num_items=value))
 
 
 def test_an_upstream_gradient_that_leads_nowhere_is_refused(kernel):

@@ -83,7 +83,7 @@ def _how(c: _Checked) -> Tensor:
 
 def _asked(needs_grad: tuple, bias: Optional[Tensor]) -> Needs:
     """The raw pairs' needs_grad; without a bias there is no gradient of it."""
-    validation.check_needs_grad(needs_grad)
+    validation.check_needs("needs_grad", needs_grad)
     return Needs(needs_grad[0], needs_grad[1], needs_grad[2] and bias is not None)
 
 
@@ -207,7 +207,8 @@ def fused_linear_cross_entropy(
         ignore_index: any integer, also one inside [0, V). Such tokens are never projected.
         logit_scale, softcap: the transform above. softcap None means none.
         reduction: "mean" (over the tokens that are not ignored; with class_weight over the sum of
-            class_weight[targets], as in torch), "sum" or "none" (float32, targets' shape, 0 where ignored).
+            class_weight[targets], as in torch, but 0 and not NaN where that sum is 0), "sum" or "none" (float32,
+            targets' shape, 0 where ignored).
         return_metrics: also return a dict of 0-d tensors of the same pass, without gradients: num_correct_tokens
             (the target is the first argmax; int64), entropy_sum (nats), num_valid_tokens (int64), nll_sum (nats, the
             plain lse - z_y).
@@ -215,7 +216,8 @@ def fused_linear_cross_entropy(
             of a batch accumulated over several calls or ranks).
         label_smoothing: in [0, 1].
         z_loss: weight of lse ** 2.
-        class_weight: (V,) or None, constant.
+        class_weight: (V,) or None, constant. A class of weight 0 adds nothing to label smoothing's sum, also where its
+            logit is -inf (torch: NaN).
         token_weight: (...) or None, constant. It scales a token's loss and does not enter the divisor of "mean".
         workspace: bytes that the call may allocate beyond its outputs, or None for the default; see ``plan``.
 
@@ -380,7 +382,8 @@ def fused_linear_cross_entropy_forward(
         divisor = 1.0
     if not isinstance(divisor, Tensor):
         divisor = torch.full((), float(divisor), dtype=value.dtype, device=value.device)
-    return value, metrics, (_how(c), divisor, *saved)
+    # Its shape says whether there is a loss for each token.
+    return value, metrics, (_how(c), divisor.reshape((1,) if reduction == "none" else ()), *saved)
 
 
 def fused_linear_cross_entropy_backward(
@@ -413,7 +416,10 @@ def fused_linear_cross_entropy_backward(
     Returns:
         (grad_hidden, grad_weight, grad_bias) in the dtypes of their tensors; None where needs_grad says so.
     """
+    validation.check_reduction(reduction)
+    validation.check_saved(saved, (5, 6))
     how, divisor, *saved = saved
+    validation.check_same_reduction(reduction, divisor.dim() == 1)
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace, how)
     loss = _check_loss(hidden, weight, targets, label_smoothing, z_loss, class_weight, token_weight, False)
     needs = _asked(needs_grad, bias)
@@ -421,6 +427,7 @@ def fused_linear_cross_entropy_backward(
     with torch.no_grad():
         grad = grad_loss / divisor
         if len(saved) == len(needs):  # the gradients themselves: what the forward did, compiled perhaps as this is not
+            validation.check_saved_gradients(saved, needs)
             grads = ops.call(ops.loss_backward, grad, *saved, c.hidden, weight, bias)
         else:
             grad = grad.reshape(-1).expand(c.hidden.shape[0])
@@ -481,6 +488,7 @@ def fused_linear_log_probs_backward(
         (grad_hidden, grad_weight, grad_bias) in the dtypes of their tensors; None where needs_grad says so.
     """
     names = validation.check_outputs(outputs)
+    validation.check_saved(saved, (4,))
     how, *saved = saved
     c = _check(hidden, weight, targets, bias, ignore_index, logit_scale, softcap, workspace, how)
     validation.check_grads(grads, names, targets.shape)

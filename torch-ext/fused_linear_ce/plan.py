@@ -314,7 +314,7 @@ def plan(
     """
     sizes = {"n_tokens": n_tokens, "vocab": vocab, "hidden_size": hidden_size}
     dtypes = {"dtype": dtype, "hidden_dtype": hidden_dtype or dtype, "weight_dtype": weight_dtype or dtype}
-    validation.check_plan(sizes, dtypes, device_type, needs, upstream, label_smoothing)
+    validation.check_plan(sizes, dtypes, device_type, needs, upstream, row_scaled, label_smoothing)
     validation.check_workspace(workspace)
     call = Call(
         vocab, hidden_size, dtype, hidden_dtype or dtype, weight_dtype or dtype, device_type, Needs(*needs),

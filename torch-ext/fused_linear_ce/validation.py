@@ -48,6 +48,8 @@ def check_tensors(hidden, weight, targets, bias) -> None:
         raise TypeError(f"targets must hold class indices as integers, got {targets.dtype}")
     if hidden.dim() == 0:
         raise ValueError("hidden must have shape (..., hidden_size), got a 0-d tensor")
+    if weight.dim() == 2 and weight.numel() == 0 and not hasattr(weight, "ds_shape"):
+        raise ValueError(f"weight must have one class and one hidden unit at least, got shape {tuple(weight.shape)}")
     if weight.numel() == 0:
         partition = getattr(weight, "ds_shape", None)
         what = f" (a DeepSpeed ZeRO-3 partition of a weight of shape {tuple(partition)})" if partition else ""
@@ -112,11 +114,11 @@ def check_logit_transform(logit_scale, softcap) -> tuple[float, Optional[float]]
     return logit_scale, softcap
 
 
-def check_reduction(reduction, num_items, return_metrics) -> None:
+def check_reduction(reduction, num_items=None, return_metrics=False) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if not isinstance(return_metrics, bool):
-        raise TypeError(f"return_metrics must be a bool, got {type(return_metrics).__name__}")
+        raise TypeError(f"return_metrics must be a bool, got {type(return_metrics).__name__} {return_metrics!r}")
     if num_items is None:
         return
     if reduction != "mean":
@@ -128,6 +130,10 @@ def check_reduction(reduction, num_items, return_metrics) -> None:
             raise ValueError("num_items requires grad, but the loss is not differentiated with respect to it")
         if num_items.dtype.is_complex or num_items.dtype == torch.bool:
             raise TypeError(f"num_items must be an integer or floating-point tensor, got {num_items.dtype}")
+        # As with targets, the value is looked at where that costs nothing (and where there is one: not in a trace).
+        here = type(num_items) is torch.Tensor and num_items.device.type == "cpu"
+        if here and not torch.compiler.is_compiling() and bool((num_items < 0).any()):
+            raise ValueError(f"num_items must not be negative, got {num_items.item()}")
     elif _real("num_items", num_items) < 0:
         raise ValueError(f"num_items must not be negative, got {num_items}")
 
@@ -181,7 +187,9 @@ def check_workspace(workspace) -> None:
     if workspace is None:
         return
     if isinstance(workspace, bool) or not isinstance(workspace, int):
-        raise TypeError(f"workspace must be a number of bytes (int) or None, got {type(workspace).__name__}")
+        raise TypeError(
+            f"workspace must be a number of bytes (int) or None, got {type(workspace).__name__} {workspace!r}"
+        )
     if workspace <= 0:
         raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
 
@@ -189,7 +197,7 @@ def check_workspace(workspace) -> None:
 def workspace_too_small(workspace: int, needed: int) -> ValueError:
     return ValueError(
         f"workspace={workspace} bytes is too small for this call: its smallest plan needs {needed} bytes "
-        f"({needed / 2**20:.0f} MiB) beyond the outputs"
+        f"({needed / 2**20:.3g} MiB) beyond the outputs"
     )
 
 
@@ -218,12 +226,39 @@ def check_upstream(name: str, value, shape: torch.Size) -> None:
         raise ValueError(f"{name} must have its output's shape {tuple(shape)}, got {tuple(value.shape)}")
 
 
-def check_needs_grad(needs_grad) -> None:
-    if not isinstance(needs_grad, (tuple, list)) or len(needs_grad) != 3:
-        raise ValueError(f"needs_grad must be three bools, for hidden, weight and bias, got {needs_grad!r}")
+def check_needs(name: str, needs) -> None:
+    """needs_grad of the raw pairs, needs of plan()."""
+    three = isinstance(needs, (tuple, list)) and len(needs) == 3
+    if not three or not all(isinstance(need, bool) for need in needs):
+        raise ValueError(f"{name} must be three bools, for hidden, weight and bias, got {needs!r}")
 
 
-def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream, label_smoothing) -> None:
+def check_saved(saved, lengths: tuple[int, ...]) -> None:
+    """What a raw forward has returned for its backward."""
+    tensors = isinstance(saved, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in saved)
+    if not tensors or len(saved) not in lengths:
+        what = f"a {type(saved).__name__}" + (f" of {len(saved)}" if isinstance(saved, (tuple, list)) else "")
+        raise ValueError(f"saved must be the tuple of tensors that the forward returned last, got {what}")
+
+
+def check_saved_gradients(gradients, needs) -> None:
+    """Of a raw forward that made the gradients: those that the backward is asked for were made."""
+    for name, gradient, need in zip(("hidden", "weight", "bias"), gradients, needs):
+        if need and gradient.shape == (0,):
+            raise ValueError(
+                f"needs_grad asks for {name}'s gradient, but the forward that made saved was told not to make it: "
+                "give both the same needs_grad"
+            )
+
+
+def check_same_reduction(reduction: str, per_token: bool) -> None:
+    """Of a raw backward: whether its forward returned a loss for each token."""
+    if (reduction == "none") != per_token:
+        made = 'reduction="none"' if per_token else 'reduction "mean" or "sum"'
+        raise ValueError(f"reduction={reduction!r}, but the forward that made saved ran with {made}")
+
+
+def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream, row_scaled, label_smoothing) -> None:
     """plan()'s arguments."""
     for name, size in sizes.items():
         least = 0 if name == "n_tokens" else 1
@@ -234,11 +269,13 @@ def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream, label_sm
             raise TypeError(f"{name} must be one of {', '.join(map(str, _FLOATS))}, got {dtype!r}")
     if not isinstance(device_type, str) or not device_type.isalnum():
         raise ValueError(f'device_type must be a type of device without an index, such as "cuda", got {device_type!r}')
-    check_needs_grad(needs)
+    check_needs("needs", needs)
+    if not isinstance(row_scaled, bool):
+        raise TypeError(f"row_scaled must be True or False, got {row_scaled!r}")
     if upstream not in ("scalar", "token"):
         raise ValueError(f'upstream must be "scalar" or "token", got {upstream!r}')
     if not isinstance(label_smoothing, bool):
-        raise TypeError(f"label_smoothing of a plan is whether there is any, True or False, got {label_smoothing!r}")
+        raise TypeError(f"label_smoothing must be True or False for a plan: whether there is any; got {label_smoothing!r}")
 
 
 def check_grads(grads, outputs: tuple[str, ...], shape: torch.Size) -> None:
