@@ -275,7 +275,7 @@ def check_plan(sizes: dict, dtypes: dict, device_type, needs, upstream, row_scal
     if upstream not in ("scalar", "token"):
         raise ValueError(f'upstream must be "scalar" or "token", got {upstream!r}')
     if not isinstance(label_smoothing, bool):
-        raise TypeError(f"label_smoothing must be True or False for a plan: whether there is any; got {label_smoothing!r}")
+        raise TypeError(f"label_smoothing must be True or False for a plan (any or none), got {label_smoothing!r}")
 
 
 def check_grads(grads, outputs: tuple[str, ...], shape: torch.Size) -> None:
