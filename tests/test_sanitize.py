@@ -10,7 +10,7 @@ def kernel(
 ):
     gl.warp_specialize(
     block.store(values)
-    if PARTITIONS == 2:
+    _specialize(
     if add:
 """
 
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     [
         ((2, 2, 5), True),  # the partition's number: read and written where the kernel begins, written at its end
         ((2, 5), True),
-        ((2, 2, 7), True),  # which partitions there are is chosen there
+        ((2, 2, 7), True),  # hopper.py's way to the same
         ((2, 2, 8), False),
         ((2, 6), False),
         ((6, 6), False),

@@ -23,7 +23,7 @@ TOOLS = ("memcheck", "racecheck")
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("build/torch-cuda/backends/triton", "tools")
 # How the lines begin that stand for Triton's own accesses: where a kernel and its partitions begin.
-HANDSHAKE = ("def ", "if PARTITIONS == 2:", "gl.warp_specialize(")
+HANDSHAKE = ("def ", "_specialize(", "gl.warp_specialize(")
 ACCESS = re.compile(r"(?:Race reported between|and) (?:Read|Write) access at .* in (\S+):(\d+)")
 
 

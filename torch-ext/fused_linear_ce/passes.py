@@ -155,6 +155,18 @@ class Problem:
         return out.sum(0)
 
 
+def _head_gradients(problem: Problem, needs: Needs, e, x, scale, weight, accumulate: bool, bias) -> None:
+    """weight (+)= e^T x and bias += e^T scale, what is needed of them. scale: None stands for 1."""
+    if not needs.bias:
+        scale = bias = None
+    elif scale is None:
+        scale = torch.ones(e.shape[0], dtype=problem.acc, device=e.device)
+    if needs.weight:
+        problem.backend.grad_weight(e, x, weight, accumulate, scale, bias)
+    elif needs.bias:
+        problem.backend.grad_bias(e, scale, bias)
+
+
 class GradientSink:
     """Accumulates dX, dW and db over chunks; the first write to an accumulator overwrites it."""
 
@@ -165,14 +177,9 @@ class GradientSink:
         self.constant = None  # sum_i d_i x_i and sum_i d_i of the rank-1 term
         self.row_sum = None
 
-    def _add_head(self, e: torch.Tensor, x: Optional[torch.Tensor], scale: torch.Tensor) -> None:
-        """dW += e^T x and db += e^T scale, what is wanted of them."""
-        bias = self.bias if self.needs.bias else None
-        if self.needs.weight:
-            self.problem.backend.grad_weight(e, x, self.weight, self.weight_started, scale, bias)
-            self.weight_started = True
-        elif self.needs.bias:
-            self.problem.backend.grad_bias(e, scale, bias)
+    def _add_head(self, e: torch.Tensor, x: Optional[torch.Tensor], scale: Optional[torch.Tensor]) -> None:
+        _head_gradients(self.problem, self.needs, e, x, scale, self.weight, self.weight_started, self.bias)
+        self.weight_started = True
 
     def _add_hidden(self, e: torch.Tensor, factor: Optional[torch.Tensor], constant, start: int, stop: int) -> None:
         """dX of a chunk: factor * (e @ weight) + constant * (sum_j w_j W_j), rounded where it ends up."""
@@ -207,13 +214,9 @@ class GradientSink:
 
     def add_exact(self, start: int, stop: int, x, e: torch.Tensor, unit: Optional[torch.Tensor]) -> None:
         """A chunk given as finished dlogits, in _exact_coefficients' unit per row."""
-        p = self.problem
         if self.needs.hidden:
             self._add_hidden(e, unit, None, start, stop)
-        self._add_head(
-            e, _in_units(x, unit, e.dtype) if self.needs.weight else None,
-            x.new_ones(x.shape[0], dtype=p.acc) if unit is None else unit,
-        )  # fmt: skip
+        self._add_head(e, _in_units(x, unit, e.dtype) if self.needs.weight else None, unit)
 
     def finish_constant(self) -> None:
         """dW_j += w_j sum_i d_i x_i and db_j += w_j sum_i d_i."""
@@ -488,12 +491,8 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
             part = None if unit is None else unit[start:stop]
-            scale = torch.ones_like(s.max) if part is None else part
-            bias = db[first:last] if needs.bias else None
-            if needs.weight:
-                p.backend.grad_weight(e, _in_units(x, part, e.dtype), total, start > 0, scale, bias)
-            elif needs.bias:
-                p.backend.grad_bias(e, scale, bias)
+            operand = _in_units(x, part, e.dtype) if needs.weight else None
+            _head_gradients(p, needs, e, operand, part, total, start > 0, db[first:last])
         if dw_slab is not None:
             dw[first:last] = total
     if needs.hidden and unit is not None:

@@ -48,10 +48,12 @@ def check_tensors(hidden, weight, targets, bias) -> None:
         raise TypeError(f"targets must hold class indices as integers, got {targets.dtype}")
     if hidden.dim() == 0:
         raise ValueError("hidden must have shape (..., hidden_size), got a 0-d tensor")
-    if weight.dim() == 2 and weight.numel() == 0 and not hasattr(weight, "ds_shape"):
-        raise ValueError(f"weight must have one class and one hidden unit at least, got shape {tuple(weight.shape)}")
     if weight.numel() == 0:
         partition = getattr(weight, "ds_shape", None)
+        if weight.dim() == 2 and partition is None:
+            raise ValueError(
+                f"weight must have one class and one hidden unit at least, got shape {tuple(weight.shape)}"
+            )
         what = f" (a DeepSpeed ZeRO-3 partition of a weight of shape {tuple(partition)})" if partition else ""
         raise ValueError(
             f"weight has no elements, shape {tuple(weight.shape)}{what}: gather it first, e.g. inside "

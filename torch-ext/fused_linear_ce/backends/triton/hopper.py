@@ -61,7 +61,7 @@ CONSUMER_WARPS = gl.constexpr(8)
 EIGHTH = gl.constexpr(32)  # of COLUMNS: what an epilogue works on at a time, so that few values live at once
 PART = gl.constexpr(64)  # columns of a block of E or dlogits that goes out
 DEPTH = gl.constexpr(64)  # of a block along the reduction
-LOGITS_STEPS = gl.constexpr(2 + 4)  # of a tile of logits at least: two, and one for each part of the last tile
+LOGITS_STEPS = gl.constexpr(2 + COLUMNS // PART)  # of a tile of logits: two, and one for each part of the last tile
 STAGES = gl.constexpr(4)  # slots of 48 KiB each; with two blocks on their way out for each consumer, memory is full
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(40), gl.constexpr(232)
 
@@ -94,6 +94,23 @@ def weight_descriptors(e: torch.Tensor, x: torch.Tensor, out: torch.Tensor, clas
     """(e, x, out) as weight_kernel takes them for its tile of classes x width."""
     depth = DEPTH.value
     return descriptor(e, depth, classes // 2), descriptor(x, depth, width), descriptor(out, classes // 2, width // 8)
+
+
+@gl._core.builtin
+def _specialize(partitions, consumer, consumed, producer, produced, _semantic=None, _generator=None):
+    """Runs the consumer's partitions, each with its number before its arguments, and the producer. A list of
+    partitions can't be put together in compiled code."""
+    count = gl._core._unwrap_if_constexpr(partitions)
+    consumers = [(consumer, gl.tuple([gl.constexpr(i), *consumed])) for i in range(count)]
+    warps = [CONSUMER_WARPS.value // count] * (count - 1)  # the first has the kernel's own
+    registers = [CONSUMER_REGISTERS.value] * (count - 1)
+    gl.warp_specialize(
+        [*consumers, (producer, produced)],
+        [*warps, 1],
+        [*registers, PRODUCER_REGISTERS.value],
+        _semantic=_semantic,
+        _generator=_generator,
+    )
 
 
 @gluon.jit
@@ -269,7 +286,7 @@ def _forward_tiles(
         column = column_tile * COLUMNS
         product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS, WARPS))
         product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
-        for i in gl.static_range(LOGITS_STEPS - 2):
+        for i in gl.static_range(COLUMNS // PART):
             if STORE:
                 _store_pair(half, i, stored, exps, stored_row, stored_column, staging, WARPS)
             product = _advance(half, x_blocks, w_blocks, ring, step + i, product, True)
@@ -291,7 +308,7 @@ def _forward_tiles(
         )  # fmt: skip
         stored_row, stored_column = row, column
     if STORE:
-        for i in gl.static_range(4):
+        for i in gl.static_range(COLUMNS // PART):
             _store_pair(half, i, stored, exps, stored_row, stored_column, staging, WARPS)
         tma.store_wait(0)
 
@@ -317,34 +334,13 @@ def forward_kernel(
         x_blocks, w_blocks, ring, staging, exps, bias, targets, class_weight, scratch, partials,
         R, V, H, row_tiles, column_tiles, plane, logit_scale, softcap,
     )  # fmt: skip
-    if PARTITIONS == 2:
-        gl.warp_specialize(
-            [
-                (_forward_tiles, (
-                    0, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES,
-                    SHIFTED,
-                )),
-                (_forward_tiles, (
-                    1, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES,
-                    SHIFTED,
-                )),
-                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_forward_tiles, (
-                    0, operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES,
-                    SHIFTED,
-                )),
-                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )  # fmt: skip
+    _specialize(
+        PARTITIONS,
+        _forward_tiles, (
+            operands, GROUP, STORE, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, ENTROPY, SQUARES, SHIFTED
+        ),
+        _load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -372,7 +368,7 @@ def _dlogits_tiles(
         column = column_tile * COLUMNS
         product = gl.zeros([size, COLUMNS], gl.float32, _registers(COLUMNS, WARPS))
         product = _begin(half, x_blocks, w_blocks, ring, step, product, True)
-        for i in gl.static_range(LOGITS_STEPS - 2):
+        for i in gl.static_range(COLUMNS // PART):
             _store_pair(half, i, stored, out, stored_row, stored_column, staging, WARPS)
             product = _advance(half, x_blocks, w_blocks, ring, step + i, product, True)
         rows = row + gl.arange(0, size, layout=rows_of)
@@ -392,7 +388,7 @@ def _dlogits_tiles(
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
-    for i in gl.static_range(4):
+    for i in gl.static_range(COLUMNS // PART):
         _store_pair(half, i, stored, out, stored_row, stored_column, staging, WARPS)
     tma.store_wait(0)
 
@@ -416,31 +412,11 @@ def dlogits_kernel(
         row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     )  # fmt: skip
-    if PARTITIONS == 2:
-        gl.warp_specialize(
-            [
-                (_dlogits_tiles, (
-                    0, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
-                )),
-                (_dlogits_tiles, (
-                    1, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
-                )),
-                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_dlogits_tiles, (
-                    0, operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D,
-                )),
-                (_load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )  # fmt: skip
+    _specialize(
+        PARTITIONS,
+        _dlogits_tiles, (operands, GROUP, SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D),
+        _load_logits, (x, w, x_blocks, w_blocks, ring, H, row_tiles, column_tiles, GROUP),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -536,14 +512,8 @@ def weight_kernel(
     staging = gl.allocate_shared_memory(out.dtype, [4, CLASSES // 2, WIDTH // 8], out.layout)
     ring = _ring(2)
     operands = (e_blocks, x_blocks, ring, staging, out, factor, bias, R, V, class_tiles, width_tiles, accumulate)
-    gl.warp_specialize(
-        [
-            (_weight_tiles, (0, operands, CLASSES, WIDTH, HAS_BIAS)),
-            (_weight_tiles, (1, operands, CLASSES, WIDTH, HAS_BIAS)),
-            (_load_transposed, (
-                e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH,
-            )),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    _specialize(
+        2,
+        _weight_tiles, (operands, CLASSES, WIDTH, HAS_BIAS),
+        _load_transposed, (e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH),
     )  # fmt: skip
