@@ -225,7 +225,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"default: {','.join(default_contenders)}; ours@256MiB has that workspace, ours-graph is captured; the "
         "floor always runs",
     )
-    p.add_argument("--with", dest="extra", type=listed(peers.contender), default=[], help="more of them: quack")
+    more = f"more of them: {', '.join(peers.OPTIONAL)}"
+    p.add_argument("--with", dest="extra", type=listed(peers.contender), default=[], help=more)
     p.add_argument("--rounds", type=int, default=5, help="turns of every contender, each round in another order")
     p.add_argument("--budget", type=float, default=0.7, help="seconds of timed calls for a contender in a case")
     p.add_argument("--min-iterations", type=int, default=5, help="timed calls at least")

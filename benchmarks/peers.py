@@ -433,21 +433,21 @@ CONTENDERS: tuple[Contender, ...] = (
     CutCrossEntropy("cce", "cut-cross-entropy {version}, filtered"),
     CutCrossEntropy("cce-exact", "cut-cross-entropy {version}, exact", filter_eps=None),
     Quack(),
+    OursCaptured(),
 )
-OPTIONAL = ("quack",)  # only with --with: minutes of autotuning for every new shape
+# Only by name: minutes of autotuning for every new shape; of interest for few tokens alone.
+OPTIONAL = ("quack", "ours-graph")
 
 
 def contender(name: str) -> Contender:
-    """By name; `ours@256MiB` is this kernel with that workspace, `ours-graph` a captured step."""
-    if name == "ours-graph":
-        return OursCaptured()
+    """By name; `ours@256MiB` is this kernel with that workspace."""
     if match := re.fullmatch(r"ours@(\d+)(MiB|GiB)", name):
         return Ours(name, int(match[1]) << {"MiB": 20, "GiB": 30}[match[2]])
     for c in CONTENDERS:
         if c.name == name:
             return c
     known = ", ".join(c.name for c in CONTENDERS)
-    raise ValueError(f"unknown contender {name!r}: use {known}, ours@<n>MiB or ours-graph")
+    raise ValueError(f"unknown contender {name!r}: use {known}, or ours@<n>MiB")
 
 
 def reason(error: BaseException) -> str:

@@ -249,7 +249,7 @@ class TestOperands:
     @pytest.mark.parametrize("softcap", [0.7, 3.0, 60.0])
     @pytest.mark.parametrize("dtype", HALF)
     def test_logits_on_either_side_of_the_softcap(self, where, backend, base, dtype, softcap):
-        """Tiles with all, some and none of their logits beyond it take different ways to tanh."""
+        """Tiles with all, some and none of their logits beyond it."""
         chunk = where.chunk(dtype, softcap=softcap)
         chunk.x[: where.rows // 2] *= 0.1
         for exps in (None, where.exps(dtype)):
