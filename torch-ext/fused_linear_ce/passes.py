@@ -491,8 +491,9 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
             part = None if unit is None else unit[start:stop]
-            operand = _in_units(x, part, e.dtype) if needs.weight else None
-            _head_gradients(p, needs, e, operand, part, total, start > 0, db[first:last])
+            scaled = _in_units(x, part, e.dtype) if needs.weight else None
+            _head_gradients(p, needs, e, scaled, part, total, start > 0, db[first:last])
+            del scaled  # before the next chunk makes its own
         if dw_slab is not None:
             dw[first:last] = total
     if needs.hidden and unit is not None:
