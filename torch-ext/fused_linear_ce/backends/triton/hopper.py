@@ -465,24 +465,27 @@ def _weight_tiles(
     by_columns: gl.constexpr = gl.BlockedLayout([1, 8], [1024 // size, size // 32], [1, 4], [1, 0])
     step, steps = 0, _steps(R, 2)
     for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
-        first, column = tile // width_tiles * CLASSES + half * size, tile % width_tiles * WIDTH
+        class_tile, width_tile = tile // width_tiles, tile % width_tiles
+        first, column = class_tile * CLASSES + half * size, width_tile * WIDTH
+        # One tile of a class tile's adds up db, another every round: a program would always have the same one.
+        sums_bias = width_tile == class_tile * width_tiles // gl.num_programs(0) % width_tiles
         accumulator = gl.zeros([size, WIDTH], gl.float32, _registers(WIDTH))
         accumulator = _begin(half, e_blocks, x_blocks, ring, step, accumulator, False)
         if HAS_BIAS:
             sums = gl.zeros([DEPTH, size], gl.float32, by_columns)
             factors = _factors(factor, 0, R, by_columns)
             for i in range(steps - 2):
-                if column == 0:
+                if sums_bias:
                     following = _factors(factor, (i + 1) * DEPTH, R, by_columns)  # in time for the next round
                     sums = _add_columns(half, e_blocks, step + i, factors, sums)
                     factors = following
                 accumulator = _advance(half, e_blocks, x_blocks, ring, step + i, accumulator, False)
-            if column == 0:
+            if sums_bias:
                 sums = _add_columns(half, e_blocks, step + steps - 2, factors, sums)
                 last = _factors(factor, (steps - 1) * DEPTH, R, by_columns)
                 sums = _add_columns(half, e_blocks, step + steps - 1, last, sums)
             accumulator = _last(step + steps, ring, accumulator)
-            if column == 0:
+            if sums_bias:
                 classes = first + gl.arange(0, size, layout=gl.SliceLayout(0, by_columns))
                 known = gl.load(bias + classes, mask=classes < V, other=0.0)
                 gl.store(bias + classes, known + gl.sum(sums, 0), mask=classes < V)
