@@ -9,7 +9,8 @@ All of them are one pipeline. A program is persistent and has three roles, each 
                  the code, where two would not fit into the instruction cache.
 
 A consumer stores what became of a tile a quarter at a time between the next tile's first products: the exponentials
-need half the registers of the logits, so both fit, and shared memory has the time of a product for each quarter. A
+need half the registers of the logits, so both fit, and shared memory has the time of a product for each quarter. Of a
+tile of dW, in fp32, one half fits beside the next, and waits so; the other goes out before the products begin. A
 kernel that goes from the GEMM to the epilogue and back leaves the tensor cores idle meanwhile, and waits for its first
 blocks once a tile: 1.3 times the time of the library's GEMM at a hidden size of 1024.
 
@@ -261,6 +262,13 @@ def _store_pair(
 
 
 @gluon.jit
+def _store_eighth(half: gl.constexpr, i: gl.constexpr, parts, out, row, column, staging, accumulate):
+    """One eighth of a consumer's tile of dW, through one of its two blocks of staging."""
+    part = parts[i]
+    _store_part(part, out, row, column + i * part.shape[1], staging, 2 * half + i % 2, accumulate != 0)
+
+
+@gluon.jit
 def _forward_tiles(
     half: gl.constexpr, operands, GROUP: gl.constexpr, STORE: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
@@ -419,17 +427,24 @@ def dlogits_kernel(
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _later(has_bias):
+    """Eighths of a tile of dW that are stored between the next tile's first products: half, which its registers have
+    room for beside the accumulator; none beside the sums of db."""
+    return 0 if has_bias else 4
+
+
 @gluon.jit
 def _load_transposed(
     e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles,
-    CLASSES: gl.constexpr, WIDTH: gl.constexpr,
+    CLASSES: gl.constexpr, WIDTH: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Producer of e (rows, V) and x (rows, H), in blocks of DEPTH rows."""
     half: gl.constexpr = CLASSES // 2
     step = 0
     for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
         first, column = tile // width_tiles * CLASSES, tile % width_tiles * WIDTH
-        for i in range(_steps(R, 2)):
+        for i in range(_steps(R, 2 + _later(HAS_BIAS))):
             stage, full = _slot(step, ring)
             k = i * DEPTH
             mbarrier.expect(full, (CLASSES + WIDTH) * DEPTH * 2)
@@ -447,11 +462,13 @@ def _factors(factor, row, R, layout: gl.constexpr):
 
 
 @gluon.jit
-def _add_columns(half: gl.constexpr, e_blocks, step, factors, sums):
-    """sums += factors_i e_i, element by element, over a consumer's half of a step's block of e: each thread adds up
-    what it reads."""
-    block = e_blocks.index(2 * (step % STAGES) + half).load(sums.type.layout)
-    return sums + block.to(gl.float32) * factors[:, None]
+def _add_columns(half: gl.constexpr, e_blocks, step, i, factor, factors, R, sums):
+    """sums += factors_j e_j, element by element, over a consumer's half of a tile's block i of e: each thread adds up
+    what it reads. Returns the next block's factors as well, loaded in time for it."""
+    layout: gl.constexpr = sums.type.layout
+    following = _factors(factor, (i + 1) * DEPTH, R, layout)
+    block = e_blocks.index(2 * ((step + i) % STAGES) + half).load(layout)
+    return sums + block.to(gl.float32) * factors[:, None], following
 
 
 @gluon.jit
@@ -463,10 +480,13 @@ def _weight_tiles(
     size: gl.constexpr = CLASSES // 2
     # A warp has all rows of its columns: their sum needs no shared memory, of which there is none left.
     by_columns: gl.constexpr = gl.BlockedLayout([1, 8], [1024 // size, size // 32], [1, 4], [1, 0])
-    step, steps = 0, _steps(R, 2)
+    LATER: gl.constexpr = _later(HAS_BIAS)
+    step, steps = 0, _steps(R, 2 + LATER)
+    # Of the last tile the eighths that are not stored yet; at first there are none, as in _forward_tiles.
+    stored = _eighths(gl.zeros([size, WIDTH], gl.float32, _registers(WIDTH)))
+    stored_class, stored_column = class_tiles * CLASSES, 0
     for tile in range(gl.program_id(0), class_tiles * width_tiles, gl.num_programs(0)):
         class_tile, width_tile = tile // width_tiles, tile % width_tiles
-        first, column = class_tile * CLASSES + half * size, width_tile * WIDTH
         # One tile of a class tile's adds up db, another every round: a program would always have the same one.
         sums_bias = width_tile == class_tile * width_tiles // gl.num_programs(0) % width_tiles
         accumulator = gl.zeros([size, WIDTH], gl.float32, _registers(WIDTH))
@@ -474,27 +494,31 @@ def _weight_tiles(
         if HAS_BIAS:
             sums = gl.zeros([DEPTH, size], gl.float32, by_columns)
             factors = _factors(factor, 0, R, by_columns)
-            for i in range(steps - 2):
+        for i in gl.static_range(LATER):
+            _store_eighth(half, 8 - LATER + i, stored, out, stored_class, stored_column, staging, accumulate)
+            accumulator = _advance(half, e_blocks, x_blocks, ring, step + i, accumulator, False)
+        for i in range(LATER, steps - 2):
+            if HAS_BIAS:
                 if sums_bias:
-                    following = _factors(factor, (i + 1) * DEPTH, R, by_columns)  # in time for the next round
-                    sums = _add_columns(half, e_blocks, step + i, factors, sums)
-                    factors = following
-                accumulator = _advance(half, e_blocks, x_blocks, ring, step + i, accumulator, False)
+                    sums, factors = _add_columns(half, e_blocks, step, i, factor, factors, R, sums)
+            accumulator = _advance(half, e_blocks, x_blocks, ring, step + i, accumulator, False)
+        if HAS_BIAS:
             if sums_bias:
-                sums = _add_columns(half, e_blocks, step + steps - 2, factors, sums)
-                last = _factors(factor, (steps - 1) * DEPTH, R, by_columns)
-                sums = _add_columns(half, e_blocks, step + steps - 1, last, sums)
-            accumulator = _last(step + steps, ring, accumulator)
+                sums, factors = _add_columns(half, e_blocks, step, steps - 2, factor, factors, R, sums)
+                sums, factors = _add_columns(half, e_blocks, step, steps - 1, factor, factors, R, sums)
+        accumulator = _last(step + steps, ring, accumulator)
+        step += steps
+        stored_class, stored_column = class_tile * CLASSES + half * size, width_tile * WIDTH
+        if HAS_BIAS:
             if sums_bias:
-                classes = first + gl.arange(0, size, layout=gl.SliceLayout(0, by_columns))
+                classes = stored_class + gl.arange(0, size, layout=gl.SliceLayout(0, by_columns))
                 known = gl.load(bias + classes, mask=classes < V, other=0.0)
                 gl.store(bias + classes, known + gl.sum(sums, 0), mask=classes < V)
-        else:
-            accumulator = _finish(half, e_blocks, x_blocks, ring, step, accumulator, steps, 2, False)
-        step += steps
-        parts = _eighths(accumulator)
-        for i in gl.static_range(8):
-            _store_part(parts[i], out, first, column + i * (WIDTH // 8), staging, 2 * half + i % 2, accumulate != 0)
+        stored = _eighths(accumulator)
+        for i in gl.static_range(8 - LATER):
+            _store_eighth(half, i, stored, out, stored_class, stored_column, staging, accumulate)
+    for i in gl.static_range(8 - LATER, 8):
+        _store_eighth(half, i, stored, out, stored_class, stored_column, staging, accumulate)
     tma.store_wait(0)
 
 
@@ -508,7 +532,8 @@ def weight_kernel(
     bias (V,) += e^T factor, from the blocks of e that pass by, for which a kernel of its own would read e again.
 
     The tiles of a class tile run side by side, so e is read from memory once. What the library's GEMM with an addition
-    pays for reading and writing `out` at the end of each tile is hidden here behind the other consumer's product.
+    pays for reading and writing `out` at the end of each tile is hidden here behind the other consumer's product and,
+    for half of the tile, behind the next one's own.
     """
     e_blocks = gl.allocate_shared_memory(e.dtype, [2 * STAGES, DEPTH, CLASSES // 2], e.layout)
     x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, DEPTH, WIDTH], x.layout)
@@ -518,5 +543,5 @@ def weight_kernel(
     _specialize(
         2,
         _weight_tiles, (operands, CLASSES, WIDTH, HAS_BIAS),
-        _load_transposed, (e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH),
+        _load_transposed, (e, x, e_blocks, x_blocks, ring, R, class_tiles, width_tiles, CLASSES, WIDTH, HAS_BIAS),
     )  # fmt: skip
