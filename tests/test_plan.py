@@ -123,11 +123,35 @@ class TestWhichWay:
             assert p.workspace_bytes <= 256 * MIB < v * h * 4
 
     def test_ways_in_the_order_of_the_workspace(self, plan):
-        ways = [plan(*QWEN, workspace=w * MIB) for w in (256, 640, 1024)]
-        assert [(p.gradients, p.slab < QWEN[1]) for p in ways] == [
-            ("backward", True), ("backward", False), ("forward", False),
-        ]  # fmt: skip
-        assert [p.flop_g for p in ways] == sorted((p.flop_g for p in ways), reverse=True)
+        for upstream, last in (("scalar", "forward"), ("token", "backward")):
+            ways = [plan(*QWEN, upstream=upstream, workspace=w * MIB) for w in (256, 640, 1280)]
+            assert [(p.gradients, p.slab < QWEN[1]) for p in ways] == [
+                ("backward", True), ("backward", True), (last, False),
+            ]  # fmt: skip
+            assert [p.flop_g for p in ways] == sorted((p.flop_g for p in ways), reverse=True)
+
+    @pytest.mark.parametrize("upstream", ["scalar", "token"])
+    @pytest.mark.parametrize("n, v, h", [QWEN, (16384, 262144, 640), (16384, 128256, 2048), (8192, 151936, 4096)])
+    def test_an_accelerator_has_no_small_chunks_beside_the_accumulator(self, plan, n, v, h, upstream):
+        """With few rows a chunk, reading and writing the accumulator would take most of the time: on an H200 a call
+        with 16 rows took 30 times as long as one with a few MiB less, which goes by slabs."""
+        slabs = 0
+        for mib in range(256, 4096, 8):
+            p = plan(n, v, h, upstream=upstream, workspace=mib * MIB)
+            slabs += p.slab < v
+            assert p.slab < v or p.chunk_rows >= 640
+        assert 0 < slabs < 400
+
+    def test_small_chunks_where_they_cost_little(self, plan):
+        """No accumulator, slow GEMMs, slabs that would need more than the accumulator, few tokens."""
+        for n, v, h, options in (
+            (16384, 151936, 1024, {"needs": (True, False, False), "workspace": 128 * MIB}),
+            (16384, 151936, 1024, {"dtype": FP32, "workspace": (594 + 64 + 32) * MIB}),
+            (65536, 4000, 4096, {"upstream": "token", "workspace": (63 + 32) * MIB}),
+            (100, 151936, 1024, {"upstream": "token", "workspace": (594 + 100) * MIB}),
+        ):
+            p = plan(n, v, h, **options)
+            assert (p.slab, p.chunk_rows < 640) == (v, True), options
 
     def test_backend_by_device_and_dtype(self, plan):
         pytest.importorskip("triton")

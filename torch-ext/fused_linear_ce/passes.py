@@ -529,7 +529,10 @@ def _exact_coefficients(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coef
 
 
 def _in_units(x: torch.Tensor, unit: Optional[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return (x if unit is None else x * unit.unsqueeze(1)).to(dtype)
+    """x * unit, rounded once: on an accelerator in one pass, without the product in the unit's dtype."""
+    if unit is None:
+        return x.to(dtype)
+    return torch.mul(x, unit.unsqueeze(1), out=torch.empty_like(x, dtype=dtype))
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:

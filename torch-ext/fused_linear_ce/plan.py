@@ -36,6 +36,9 @@ DEFAULT_KEPT_CHUNKS, DEFAULT_KEPT_ACCELERATOR = 4, 6144 * MIB  # at most
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
 WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes as long as with 4096, for want of tiles
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
+# Each chunk reads and writes dW's accumulator, which takes an accelerator as long as half-precision GEMMs of some 200
+# rows. With chunks of fewer rows than these, slabs of classes are faster, although they recompute the logits.
+LEAST_ROWS_ACCELERATOR = 640
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
 SLAB_MULTIPLE = 256
 # A dW of fewer elements always goes through an fp32 accumulator: its GEMM may be split along the tokens, and torch
@@ -105,7 +108,11 @@ class Call:
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # a chunk's copies of x, one in the accumulation dtype
         # Beside E they are two of the GEMMs' dtype, gathered and scaled, and its dX in the accumulation dtype.
-        gradient_row = hidden_size * (2 * backends.operand_dtype(self.backend, dtype).itemsize + acc.itemsize)
+        operand = backends.operand_dtype(self.backend, dtype)
+        gradient_row = hidden_size * (2 * operand.itemsize + acc.itemsize)
+        # By slabs of classes: the same two, or the last chunk's and this one's, with a gathered one of another dtype.
+        gathered = hidden_dtype.itemsize if hidden_dtype != operand else 0
+        self.slab_row = hidden_size * (2 * operand.itemsize + gathered) if self.backend == "triton" else self.x_row
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
         # stored, but leaves a few partial sums for each tile of at least 64 classes.
         e_row = backends.padded_vocab(self.backend, vocab) * self.exp
@@ -118,6 +125,8 @@ class Call:
         self.default_chunk = DEFAULT_CHUNK.get(device_type, by_rows)
         kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
         self.default_kept = DEFAULT_CHUNK.get(device_type, kept)
+        fast_gemms = device_type not in DEFAULT_CHUNK and dtype.itemsize < 4
+        self.least_rows = LEAST_ROWS_ACCELERATOR if fast_gemms and needs.weight else MIN_ROWS
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
         # With outputs in the accumulation dtype the output is its own accumulator.
@@ -140,6 +149,30 @@ class Call:
         self.copy_weight = copies * hidden_size * vocab
         self.upcast = upcast
         self.weights = self.copy_weight + upcast
+
+    def slab_bytes(self, n_tokens: int, rows: int, classes: int) -> int:
+        """What the backward by slabs of classes holds: dX accumulates over the slabs, dW of a slab over the chunks."""
+        class_bytes = self.copy_class + (self.acc_weight // self.vocab) + rows * self.exp
+        return n_tokens * self.acc_hidden_row + self.upcast + rows * self.slab_row + classes * class_bytes
+
+    def slabs(self, n_tokens: int) -> tuple[int, int]:
+        """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any."""
+        rows = max(1, min(n_tokens, SLAB_ROWS))
+        while True:
+            held = self.slab_bytes(n_tokens, rows, 0)
+            slab = (self.workspace - held) // (self.slab_bytes(n_tokens, rows, 1) - held)
+            if slab >= min(self.vocab, SLAB_ROWS) or rows <= MIN_ROWS:
+                break
+            rows = max(rows // 2, MIN_ROWS)
+        if slab > SLAB_MULTIPLE:
+            slab = slab // SLAB_MULTIPLE * SLAB_MULTIPLE
+        return rows, max(0, min(self.vocab, slab))
+
+    def least_chunk(self, n_tokens: int) -> int:
+        """Bytes of the smallest chunk beside which a dW of all classes is accumulated. MIN_ROWS where slabs would need
+        more bytes than that accumulator."""
+        slabs_need_less = self.slab_bytes(n_tokens, MIN_ROWS, 1) <= self.acc_weight + self.weights
+        return max(MIN_ROWS, min(self.least_rows if slabs_need_less else MIN_ROWS, n_tokens)) * self.row
 
     def kept_budget(self) -> int:
         """Bytes for the E that a backward keeps, and for the chunk that it recomputes beside it."""
@@ -174,11 +207,11 @@ class Call:
         if self.workspace is None:
             return True
         held = self.saved_weight + n_tokens * self.saved_hidden_row + self.weights
-        return self.workspace - held >= MIN_ROWS * self.row
+        return self.workspace - held >= self.least_chunk(n_tokens)
 
     def whole_vocabulary(self, n_tokens: int) -> bool:
         """Whether a backward can hold the accumulator of the whole dW beside what it keeps and recomputes."""
-        enough = self.workspace is None or self.kept_budget() >= 2 * MIN_ROWS * self.row
+        enough = self.workspace is None or self.kept_budget() >= 2 * self.least_chunk(n_tokens)
         return enough or self.in_one_gemm(n_tokens)
 
     def kept_rows(self, n_tokens: int) -> int:
@@ -190,11 +223,11 @@ class Call:
         budget = self.kept_budget()
         if n_tokens * self.row <= budget:
             return n_tokens
-        return max(0, (budget - self.recompute_chunk(budget)) // self.row)
+        return max(0, (budget - self.recompute_chunk(budget, n_tokens)) // self.row)
 
-    def recompute_chunk(self, budget: int) -> int:
+    def recompute_chunk(self, budget: int, n_tokens: int) -> int:
         """Bytes of the budget set aside for the chunk of rows that are recomputed beside the kept ones."""
-        return max(min(budget // 4, self.default_chunk), MIN_ROWS * self.row)
+        return max(min(budget // 4, self.default_chunk), self.least_chunk(n_tokens))
 
 
 def _whole_tiles(rows: int, n_tokens: int) -> int:
@@ -245,28 +278,19 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
         if rest:
-            rows = rows_in(call.recompute_chunk(budget) if kept else min(budget, call.default_chunk), rest)
+            rows = rows_in(call.recompute_chunk(budget, n_tokens) if kept else min(budget, call.default_chunk), rest)
         else:  # chunks of what is there already
             rows = max(1, min(n_tokens, max(rows_in(call.default_chunk), ROW_MULTIPLE * 8)))
         recomputed = rest / n_tokens if n_tokens else 0.0
         held += kept * call.row + (rows * call.row if rest else 0) - unused
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
 
-    # Slabs of classes: dX accumulates over the slabs, dW of a slab over the chunks of rows.
-    acc_hidden = n_tokens * call.acc_hidden_row + call.upcast
-    class_bytes = call.copy_class + (call.acc_weight // call.vocab)
-    rows = max(1, min(n_tokens, SLAB_ROWS))
-    while True:
-        slab = (call.workspace - acc_hidden - rows * call.x_row) // (class_bytes + rows * call.exp)
-        if slab >= min(call.vocab, SLAB_ROWS) or rows <= MIN_ROWS:
-            break
-        rows = max(rows // 2, MIN_ROWS)
-    slab = min(call.vocab, slab // SLAB_MULTIPLE * SLAB_MULTIPLE if slab > SLAB_MULTIPLE else slab)
-    per_class = class_bytes + rows * call.exp
+    rows, slab = call.slabs(n_tokens)
+    held = call.slab_bytes(n_tokens, rows, max(slab, 1))
     if slab < 1:
-        whole = call.acc_weight + call.weights + 2 * MIN_ROWS * call.row
-        raise validation.workspace_too_small(call.workspace, min(whole, acc_hidden + rows * call.x_row + per_class))
-    return result("backward", rows, 0, slab, False, gemms + 1, acc_hidden + rows * call.x_row + slab * per_class)
+        whole = call.acc_weight + call.weights + 2 * call.least_chunk(n_tokens)
+        raise validation.workspace_too_small(call.workspace, min(whole, held))
+    return result("backward", rows, 0, slab, False, gemms + 1, held)
 
 
 # A training loop asks for the same sizes again and again, several times a call; an answer takes the host up to 10 us.
