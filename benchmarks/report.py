@@ -74,7 +74,7 @@ def read(results: Path) -> list[Group]:
     groups: dict[tuple, Group] = {}
     runs = [json.loads(p.read_text()) for p in sorted(results.glob("*.json"))]
     runs = [r for r in runs if isinstance(r, dict) and r.get("schema") == SCHEMA]
-    for run in sorted(runs, key=lambda r: r["date"]):
+    for run in sorted(runs, key=_recency(runs)):
         for case in run["cases"]:
             named = case["shape"] in SHAPES
             key = (run["device"]["name"], case["dtype"], case["scenario"], case["inputs"], named)
@@ -90,6 +90,15 @@ def read(results: Path) -> list[Group]:
         g.cases = dict(sorted(g.cases.items(), key=lambda kv: _shape_order(kv[0])))
     # GPUs first, then in the order of the scenarios
     return sorted(groups.values(), key=lambda g: (g.device["type"] == "cpu", g.device["name"], _scenario_order(g)))
+
+
+def _recency(runs: list[dict]):
+    """The order of the runs: by their commits' last dates, and of one commit those last that were timed for longest: a
+    run that compares values times little."""
+    last: dict[str, str] = {}
+    for r in runs:
+        last[r["commit"]] = max(r["date"], last.get(r["commit"], ""))
+    return lambda r: (last[r["commit"]], r["settings"]["budget_s"], r["date"])
 
 
 def _peers(case: dict) -> dict:
@@ -232,7 +241,7 @@ def provenance(group: Group) -> str:
     )
     runs = [source if len(newest) == 1 else f"{', '.join(shapes)}: {source}" for source, shapes in newest.items()]
     text = f"{group.device['name']}, {group.dtype}; " + "; ".join(runs) + "."
-    return text + (f" {EARLIER} over the floor of an earlier run: " + "; ".join(earlier) + "." if earlier else "")
+    return text + (f" {EARLIER} over the floor of another run: " + "; ".join(earlier) + "." if earlier else "")
 
 
 def _short_device(name: str) -> str:
