@@ -435,7 +435,7 @@ CONTENDERS: tuple[Contender, ...] = (
     Quack(),
     OursCaptured(),
 )
-# Only by name: minutes of autotuning for every new shape; of interest for few tokens alone.
+# Only by name: it autotunes for every new shape; of interest for few tokens alone.
 OPTIONAL = ("quack", "ours-graph")
 
 

@@ -142,6 +142,14 @@ class TestWhichWay:
             assert p.slab < v or p.chunk_rows >= 640
         assert 0 < slabs < 400
 
+    @pytest.mark.parametrize("upstream", ["scalar", "token"])
+    def test_slabs_are_no_slivers_on_an_accelerator(self, plan, upstream):
+        """A few MiB above the least there are some hundred rows and as many classes, not 16 rows of thousands."""
+        for n, v, h, least in ((16384, 151936, 1024, 64), (16384, 128256, 2048, 128), (8192, 151936, 4096, 128)):
+            for mib in (least + 24, least + 64, 256):
+                p = plan(n, v, h, upstream=upstream, workspace=mib * MIB)
+                assert 512 <= p.chunk_rows <= p.slab < v
+
     def test_small_chunks_where_they_cost_little(self, plan):
         """No accumulator, slow GEMMs, slabs that would need more than the accumulator, few tokens."""
         for n, v, h, options in (

@@ -156,12 +156,14 @@ class Call:
         return n_tokens * self.acc_hidden_row + self.upcast + rows * self.slab_row + classes * class_bytes
 
     def slabs(self, n_tokens: int) -> tuple[int, int]:
-        """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any."""
+        """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any. Of the
+        rows half as many and so on, until there are as many classes: square GEMMs do the most with the bytes. A CPU
+        wants its SLAB_ROWS classes."""
         rows = max(1, min(n_tokens, SLAB_ROWS))
         while True:
             held = self.slab_bytes(n_tokens, rows, 0)
             slab = (self.workspace - held) // (self.slab_bytes(n_tokens, rows, 1) - held)
-            if slab >= min(self.vocab, SLAB_ROWS) or rows <= MIN_ROWS:
+            if slab >= min(self.vocab, rows if self.backend == "triton" else SLAB_ROWS) or rows <= MIN_ROWS:
                 break
             rows = max(rows // 2, MIN_ROWS)
         if slab > SLAB_MULTIPLE:

@@ -199,7 +199,7 @@ def check_workspace(workspace) -> None:
 def workspace_too_small(workspace: int, needed: int) -> ValueError:
     return ValueError(
         f"workspace={workspace} bytes is too small for this call: its smallest plan needs {needed} bytes "
-        f"({needed / 2**20:.3g} MiB) beyond the outputs"
+        f"(within {-(-needed >> 20)} MiB) beyond the outputs"
     )
 
 
