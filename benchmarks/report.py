@@ -84,7 +84,7 @@ def read(results: Path) -> list[Group]:
                 )
             cases, shape = groups[key].cases, case["shape"]
             older = cases.get(shape, {"results": {}})
-            results = _peers(older) | _with_errors(case["results"], older)
+            results = _kept(older, run) | _with_errors(case["results"], older)
             cases[shape] = {**case, "run": run, "results": results}
     for g in groups.values():
         g.cases = dict(sorted(g.cases.items(), key=lambda kv: _shape_order(kv[0])))
@@ -101,25 +101,29 @@ def _recency(runs: list[dict]):
     return lambda r: (last[r["commit"]], r["settings"]["budget_s"], r["date"])
 
 
-def _peers(case: dict) -> dict:
-    """What a newer run of the case takes over where it has none of its own: a peer's, which did not change; also that
-    a peer was absent or could not do it; and this kernel's with other workspaces, which the table marks."""
+def _kept(case: dict, run: dict) -> dict:
+    """What a newer run of the case takes over where it has none of its own, and tables mark: a peer's, which did not
+    change; that a peer was absent or could not do it; this kernel's of the same commit, or with other workspaces."""
     return {
         name: {"run": case["run"], **result}
         for name, result in case["results"].items()
-        if name not in OWN and result["status"] in ("ok", "absent", "unsupported")
+        if result["status"] in ("ok", "absent", "unsupported")
+        and (name not in OWN or case["run"]["commit"] == run["commit"])
     }
 
 
 def _with_errors(results: dict, older: dict) -> dict:
     """Results of a run that measured times alone, with the errors of the last run that compared values."""
     known = {name: r for name, r in older["results"].items() if r.get("errors")}
-    return {
-        name: {"errors": known[name]["errors"], "errors_run": known[name].get("errors_run", older["run"]), **result}
-        if result["status"] == "ok" and name in known
-        else result
-        for name, result in results.items()
-    }
+
+    def completed(name: str, result: dict) -> dict:
+        if result["status"] != "ok" or result.get("errors") or name not in known:
+            return result
+        last = known[name]
+        run = last.get("errors_run") or last.get("run") or older["run"]
+        return {**result, "errors": last["errors"], "errors_run": run}
+
+    return {name: completed(name, result) for name, result in results.items()}
 
 
 def _shape_order(name: str) -> tuple:
@@ -241,7 +245,7 @@ def provenance(group: Group) -> str:
     )
     runs = [source if len(newest) == 1 else f"{', '.join(shapes)}: {source}" for source, shapes in newest.items()]
     text = f"{group.device['name']}, {group.dtype}; " + "; ".join(runs) + "."
-    return text + (f" {EARLIER} over the floor of another run: " + "; ".join(earlier) + "." if earlier else "")
+    return text + (f" {EARLIER} of another run, over that run's floor: " + "; ".join(earlier) + "." if earlier else "")
 
 
 def _short_device(name: str) -> str:

@@ -272,3 +272,17 @@ def test_the_workspace_that_the_error_names_suffices(kernel, dev):
         oracle.check(outcome, oracle.reference(*inputs.positional(), reduction=reduction), dtype)
         with pytest.raises(ValueError, match=f"workspace={least - 1} .*{least}"):
             oracle.run(kernel, inputs, reduction=reduction, workspace=least - 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.97])
+def test_an_fp32_gradient_of_hidden_by_several_chunks_and_slabs(kernel, dev, reduction, ignored):
+    """It is its own accumulator: its rows are in front until the last slab, and then go where they belong."""
+    inputs = oracle.make_inputs(dev, lead=(150,), vocab=3000, hidden_size=8, ignored=ignored)
+    workspace = 90_000
+    plan = oracle.plan_of(kernel, inputs, workspace)
+    assert plan.slab * 2 < 3000 and plan.chunk_rows * 4 <= 150
+    upstream = oracle.random(inputs.targets, dev) if reduction == "none" else None
+    options = {"reduction": reduction} | ({} if upstream is None else {"upstream": upstream})
+    outcome = oracle.run(kernel, inputs, workspace=workspace, **options)
+    oracle.check(outcome, oracle.reference(*inputs.positional(), **options), torch.float32)

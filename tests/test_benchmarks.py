@@ -340,7 +340,9 @@ def test_of_one_commits_runs_the_one_that_was_timed_for_longest_is_shown(measure
     (group,) = report.read(results)
     shape = data["cases"][0]["shape"]
     assert group.cases[shape]["run"]["settings"] == times["settings"]
-    assert group.result(shape, "ours")["errors"] == data["cases"][0]["results"]["ours"]["errors"]
+    ours = group.result(shape, "ours")
+    assert ours["errors"] == data["cases"][0]["results"]["ours"]["errors"]
+    assert ours["errors_run"]["settings"] == data["settings"] and "run" not in ours
 
 
 def test_errors_of_an_earlier_run_stand_beside_newer_times(measured, tmp_path):
@@ -383,7 +385,7 @@ def test_a_peer_that_was_left_out_keeps_its_figure(measured, tmp_path):
     rows = {line.split(" | ")[0]: line for line in report.ratio_table(group)}
     marked = [label for label, line in rows.items() if report.EARLIER in line]
     assert marked == ["| full logits, eager"]
-    assert "newer" in report.provenance(group) and f"{report.EARLIER} over the floor of another run" in (
+    assert "newer" in report.provenance(group) and f"{report.EARLIER} of another run, over that run's floor" in (
         report.provenance(group)
     )
 

@@ -142,6 +142,23 @@ class TestWhichWay:
             assert p.slab < v or p.chunk_rows >= 640
         assert 0 < slabs < 400
 
+    @pytest.mark.parametrize("n, v, h, dtype", [
+        (600, 151936, 1024, torch.float16), (1200, 151936, 1024, torch.float16), (1200, 8000, 1000, BF16),
+    ])  # fmt: skip
+    def test_a_workspace_for_all_exponentials_keeps_them(self, module, plan, n, v, h, dtype):
+        """Then no chunk is recomputed, for which there would have to be room as well."""
+        call = module.Call(v, h, dtype, dtype, dtype, "cuda", module.Needs(True, True, False), True, 1 << 40)
+        least = call.acc_weight + call.weights + n * call.row
+        p = plan(n, v, h, dtype, upstream="token", workspace=least)
+        assert (p.gradients, p.kept_rows, p.flop_g) == ("backward", n, 3.0)
+        assert plan(n, v, h, dtype, upstream="token", workspace=least - 1).flop_g > 3.0
+
+    def test_the_statistics_of_slabs_are_made_within_the_workspace(self, plan):
+        """The torch backend holds the logits of the rows whose statistics it makes, in fp32."""
+        p = plan(512, 65536, 16, FP32, device_type="cpu", workspace=4 * MIB)
+        assert p.slab < 65536 and 0 < p.statistics_rows * 65536 * 4 <= 4 * MIB
+        assert plan(*QWEN).statistics_rows == plan(*QWEN).chunk_rows
+
     @pytest.mark.parametrize("upstream", ["scalar", "token"])
     def test_slabs_are_no_slivers_on_an_accelerator(self, plan, upstream):
         """A few MiB above the least there are some hundred rows and as many classes, not 16 rows of thousands."""

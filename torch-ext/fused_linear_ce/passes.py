@@ -87,7 +87,7 @@ class Problem:
         """Rows whose forward is launched before their number is known: a quarter of the tokens at most, since it is in
         vain where fewer count; none where that would be few anyway."""
         quarter = self.hidden.shape[0] // (4 * ROW_MULTIPLE) * ROW_MULTIPLE
-        return 0 if quarter < _LEAST_EARLY_ROWS else min(quarter, self.plan.kept_rows or self.plan.chunk_rows)
+        return 0 if quarter < _LEAST_EARLY_ROWS else min(quarter, self.plan.kept_rows or self.plan.statistics_rows)
 
     @property
     def gradient_weight(self) -> torch.Tensor:
@@ -99,8 +99,8 @@ class Problem:
     def gemm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.compute_dtype).to(self.e_dtype) if self.plan.backend == "triton" else weight
 
-    def chunks(self, start: int = 0, stop: Optional[int] = None):
-        step, stop = self.plan.chunk_rows, len(self.rows) if stop is None else stop
+    def chunks(self, start: int = 0, stop: Optional[int] = None, step: Optional[int] = None):
+        step, stop = step or self.plan.chunk_rows, len(self.rows) if stop is None else stop
         return ((i, min(i + step, stop)) for i in range(start, stop, step))
 
     def x(self, start: int, stop: int) -> torch.Tensor:
@@ -375,7 +375,7 @@ def token_statistics(problem: Problem, wants: Wants, dense: bool) -> TokenResult
     kept = min(p.plan.kept_rows, len(rows))
     if kept:
         p.forward(0, kept, wants, stats, cut(exps, 0, kept))
-    for start, stop in p.chunks(kept):
+    for start, stop in p.chunks(kept, step=p.plan.statistics_rows):
         p.forward(start, stop, wants, stats)
 
     def per_token(values: Optional[torch.Tensor], kind: torch.dtype = p.acc) -> torch.Tensor:
@@ -470,10 +470,11 @@ def _gradients_by_row(p, needs, stats, c, kept_exps, restore, dx, dw, db) -> Non
 
 
 def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
-    """Slabs of classes, each over all chunks of rows: dX accumulates over the slabs, no (V, H) accumulator exists."""
+    """Slabs of classes, each over all chunks of rows: dX accumulates over the slabs, no (V, H) accumulator exists. The
+    rows that run are in front meanwhile, also in a dX that is its own accumulator."""
     rows, vocab, slab = p.rows, p.head.weight.shape[0], p.plan.slab
     dx_sum = dx
-    if needs.hidden and (dx.dtype != p.acc or rows.index is not None):
+    if needs.hidden and dx.dtype != p.acc:
         dx_sum = p.new_accumulator(len(rows), dx.shape[1])
     exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
     dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
@@ -496,11 +497,18 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
             del scaled  # before the next chunk makes its own
         if dw_slab is not None:
             dw[first:last] = total
+        del head, gemm_weight  # copies, before the next slab's
     if needs.hidden and unit is not None:
-        dx_sum.mul_(unit.unsqueeze(1))
+        dx_sum[: len(rows)].mul_(unit.unsqueeze(1))
     if dx_sum is not dx:
         for start, stop in p.chunks():
             rows.put(dx_sum[start:stop], dx, start, stop)
+    elif needs.hidden and rows.index is not None:
+        # From the last chunk on: no row lies before its place in front.
+        for start, stop in reversed(list(p.chunks())):
+            part = dx[start:stop].clone()
+            dx[start:stop] = 0
+            rows.put(part, dx, start, stop)
 
 
 def _exact_coefficients(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coefficients, Optional[torch.Tensor]]:

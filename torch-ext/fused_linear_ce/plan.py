@@ -69,6 +69,7 @@ class Plan:
     copies_weight: bool  # whether a pass holds a whole copy of the weight in the GEMMs' dtype
     flop_g: float  # forward and backward, in G
     workspace_bytes: int  # at most, beyond the outputs
+    statistics_rows: int  # rows of which the forward makes statistics at once and keeps nothing else
 
     def __str__(self) -> str:
         recomputed = self.n_tokens - self.kept_rows
@@ -213,8 +214,11 @@ class Call:
 
     def whole_vocabulary(self, n_tokens: int) -> bool:
         """Whether a backward can hold the accumulator of the whole dW beside what it keeps and recomputes."""
-        enough = self.workspace is None or self.kept_budget() >= 2 * self.least_chunk(n_tokens)
-        return enough or self.in_one_gemm(n_tokens)
+        if self.workspace is None or self.kept_budget() >= 2 * self.least_chunk(n_tokens):
+            return True
+        # or without any chunk to recompute
+        all_kept = self.row_scaled and MIN_ROWS * self.row <= n_tokens * self.row <= self.kept_budget()
+        return all_kept or self.in_one_gemm(n_tokens)
 
     def kept_rows(self, n_tokens: int) -> int:
         """Rows whose E is kept for a backward with per-token upstream gradients."""
@@ -246,11 +250,11 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     """The plan of a call. in_forward: its gradients, if any are wanted, are made in the forward. constant: dlogits may
     have a constant term (label smoothing), so that bytes are counted for the accumulator that it needs."""
 
-    def result(gradients, chunk_rows, kept_rows, slab, copies, flop_g, held) -> Plan:
+    def result(gradients, chunk_rows, kept_rows, slab, copies, flop_g, held, statistics_rows=None) -> Plan:
         copies = copies and call.copy_weight > 0
         return Plan(
             n_tokens, call.vocab, call.hidden_size, call.backend, gradients, chunk_rows, kept_rows, slab, copies,
-            flop_g, held,
+            flop_g, held, chunk_rows if statistics_rows is None else statistics_rows,
         )  # fmt: skip
 
     def rows_in(budget: int, tokens: int = n_tokens, row: int = call.row, least: int = MIN_ROWS) -> int:
@@ -288,11 +292,15 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
 
     rows, slab = call.slabs(n_tokens)
-    held = call.slab_bytes(n_tokens, rows, max(slab, 1))
-    if slab < 1:
+    least_statistics = call.upcast + call.statistics_row
+    if slab < 1 or call.workspace < least_statistics:
         whole = call.acc_weight + call.weights + 2 * call.least_chunk(n_tokens)
-        raise validation.workspace_too_small(call.workspace, min(whole, held))
-    return result("backward", rows, 0, slab, False, gemms + 1, held)
+        least = max(call.slab_bytes(n_tokens, min(rows, MIN_ROWS), 1), least_statistics)
+        raise validation.workspace_too_small(call.workspace, min(whole, least))
+    statistics_rows = rows_in(call.workspace - call.upcast, row=call.statistics_row, least=1)
+    statistics_rows = min(statistics_rows, SLAB_ROWS)
+    held = max(call.slab_bytes(n_tokens, rows, slab), call.upcast + statistics_rows * call.statistics_row)
+    return result("backward", rows, 0, slab, False, gemms + 1, held, statistics_rows)
 
 
 # A training loop asks for the same sizes again and again, several times a call; an answer takes the host up to 10 us.
