@@ -212,13 +212,17 @@ class Call:
         held = self.saved_weight + n_tokens * self.saved_hidden_row + self.weights
         return self.workspace - held >= self.least_chunk(n_tokens)
 
+    def whole_bytes(self, n_tokens: int) -> int:
+        """The least workspace for an accumulator of the whole dW: some rows kept and some recomputed, or all kept."""
+        chunks = 2 * self.least_chunk(n_tokens)
+        if self.row_scaled and n_tokens >= MIN_ROWS:
+            chunks = min(chunks, n_tokens * self.row)
+        return self.acc_weight + self.weights + chunks
+
     def whole_vocabulary(self, n_tokens: int) -> bool:
         """Whether a backward can hold the accumulator of the whole dW beside what it keeps and recomputes."""
-        if self.workspace is None or self.kept_budget() >= 2 * self.least_chunk(n_tokens):
-            return True
-        # or without any chunk to recompute
-        all_kept = self.row_scaled and MIN_ROWS * self.row <= n_tokens * self.row <= self.kept_budget()
-        return all_kept or self.in_one_gemm(n_tokens)
+        enough = self.workspace is None or self.workspace >= self.whole_bytes(n_tokens)
+        return enough or self.in_one_gemm(n_tokens)
 
     def kept_rows(self, n_tokens: int) -> int:
         """Rows whose E is kept for a backward with per-token upstream gradients."""
@@ -294,9 +298,8 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     rows, slab = call.slabs(n_tokens)
     least_statistics = call.upcast + call.statistics_row
     if slab < 1 or call.workspace < least_statistics:
-        whole = call.acc_weight + call.weights + 2 * call.least_chunk(n_tokens)
         least = max(call.slab_bytes(n_tokens, min(rows, MIN_ROWS), 1), least_statistics)
-        raise validation.workspace_too_small(call.workspace, min(whole, least))
+        raise validation.workspace_too_small(call.workspace, min(call.whole_bytes(n_tokens), least))
     statistics_rows = rows_in(call.workspace - call.upcast, row=call.statistics_row, least=1)
     statistics_rows = min(statistics_rows, SLAB_ROWS)
     held = max(call.slab_bytes(n_tokens, rows, slab), call.upcast + statistics_rows * call.statistics_row)
