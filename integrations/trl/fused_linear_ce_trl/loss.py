@@ -16,6 +16,7 @@ from .kernel import load_kernel
 
 IGNORE_INDEX = -100
 LEAST_EXPONENTIALS = 640 << 20  # bytes
+LEAST_ROWS = 768  # of a chunk: with fewer than 640 the kernel recomputes the logits
 
 
 class Sums(NamedTuple):
@@ -115,9 +116,10 @@ def workspace(
 
     TRL holds the gradient of a trained head in float32 and a block of logits beside it. The kernel holds the same
     accumulator, or none for few tokens, and a batch's exponentials, by default of 4096 tokens and more. Here these may
-    take as many bytes as the accumulator, and LEAST_EXPONENTIALS in any case, about what TRL's block takes: that binds
-    at hidden sizes below 2048, and with a frozen head. The loss is then a few per cent slower. On other devices, and
-    while torch.compile traces, the default stays.
+    take as many bytes as the accumulator, and LEAST_EXPONENTIALS in any case, about what TRL's block takes, or what
+    LEAST_ROWS tokens take: that binds at hidden sizes below 2048, and with a frozen head. The loss is then slower, by
+    some 5 per cent at a hidden size of 1024 and 15 at 640. On other devices, and while torch.compile traces, the
+    default stays.
     """
     device = hidden.device.type
     if device not in ("cuda", "xpu") or torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -137,7 +139,7 @@ def _smaller_workspace(kernel, n_tokens, vocab, width, dtype, device, hidden_dty
     )  # fmt: skip
     row = vocab * dtype.itemsize
     accumulator = 4 * vocab * width if needs[1] else 0
-    most = max(accumulator, LEAST_EXPONENTIALS) // row
+    most = max(max(accumulator, LEAST_EXPONENTIALS) // row, LEAST_ROWS)
     plan = ask()
     held, allowed = {
         "none": (0, 0),
