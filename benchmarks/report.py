@@ -440,11 +440,14 @@ def plot(group: Group, path: Path) -> None:
         right.set_xticks(powers, [f"{t // 1024} GiB" if t >= 1024 else f"{t} MiB" for t in powers])
     right.minorticks_off()
     for row, name in enumerate(names):
-        for i, shape in enumerate(shapes):
+        without: dict[str, list[str]] = {}
+        for shape in shapes:
             r = group.result(shape, name)
             if r and r["status"] != "ok":
-                at = {"xy": (0.995, row + offsets[i]), "xycoords": ("axes fraction", "data")}
-                left.annotate(f"{shape}: {r['status']}", **at, ha="right", va="center", fontsize=7, color=MUTED)
+                without.setdefault(r["status"], []).append(shape)
+        text = "; ".join(f"{', '.join(of)}: {status}" for status, of in without.items())
+        at = {"xy": (0.995, row), "xycoords": ("axes fraction", "data")}
+        left.annotate(text, **at, ha="right", va="center", fontsize=7, color=MUTED)
     left.set_title("time, as a multiple of the bare GEMMs (left is better)", loc="left", fontsize=9, color=MUTED)
     right.set_title("peak memory beyond inputs and gradients", loc="left", fontsize=9, color=MUTED)
 
