@@ -168,11 +168,12 @@ class TestWhichWay:
                 assert 512 <= p.chunk_rows <= p.slab < v
 
     def test_small_chunks_where_they_cost_little(self, plan):
-        """No accumulator, slow GEMMs, slabs that would need more than the accumulator, few tokens."""
+        """No accumulator, slow GEMMs, one that fits into a cache, slabs that would need more than it, few tokens."""
         for n, v, h, options in (
             (16384, 151936, 1024, {"needs": (True, False, False), "workspace": 128 * MIB}),
             (16384, 151936, 1024, {"dtype": FP32, "workspace": (594 + 64 + 32) * MIB}),
-            (65536, 4000, 4096, {"upstream": "token", "workspace": (63 + 32) * MIB}),
+            (16384, 16000, 1024, {"upstream": "token", "workspace": (63 + 32) * MIB}),
+            (65536, 8000, 4096, {"upstream": "token", "workspace": (125 + 32) * MIB}),
             (100, 151936, 1024, {"upstream": "token", "workspace": (594 + 100) * MIB}),
         ):
             p = plan(n, v, h, **options)

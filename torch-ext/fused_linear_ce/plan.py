@@ -37,8 +37,10 @@ ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
 WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes as long as with 4096, for want of tiles
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
 # Each chunk reads and writes dW's accumulator, which takes an accelerator as long as half-precision GEMMs of some 200
-# rows. With chunks of fewer rows than these, slabs of classes are faster, although they recompute the logits.
+# rows. With chunks of fewer rows than these, slabs of classes are faster, although they recompute the logits. An
+# accumulator of up to CACHED bytes stays in the second-level cache and costs little.
 LEAST_ROWS_ACCELERATOR = 640
+CACHED = 64 * MIB
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
 SLAB_MULTIPLE = 256
 # A dW of fewer elements always goes through an fp32 accumulator: its GEMM may be split along the tokens, and torch
@@ -126,10 +128,10 @@ class Call:
         self.default_chunk = DEFAULT_CHUNK.get(device_type, by_rows)
         kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
         self.default_kept = DEFAULT_CHUNK.get(device_type, kept)
-        fast_gemms = device_type not in DEFAULT_CHUNK and dtype.itemsize < 4
-        self.least_rows = LEAST_ROWS_ACCELERATOR if fast_gemms and needs.weight else MIN_ROWS
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
+        fast_gemms = device_type not in DEFAULT_CHUNK and dtype.itemsize < 4
+        self.least_rows = LEAST_ROWS_ACCELERATOR if fast_gemms and self.saved_weight > CACHED else MIN_ROWS
         # With outputs in the accumulation dtype the output is its own accumulator.
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
         self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
