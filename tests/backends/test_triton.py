@@ -552,8 +552,8 @@ class TestSmallKernels:
     @pytest.mark.parametrize("width, vocab", [(8, None), (400, None), (512, 20011), (700, 20011), (1100, 20011)])
     def test_the_bias_from_the_same_blocks(self, where, backend, rows, width, vocab):
         """Every class is added to once, whatever the tiles of the weight; nothing beyond the last class is."""
-        if vocab and not where.on_gpu:
-            pytest.skip("too many tiles for the interpreter")
+        if width > 8 and not where.on_gpu:
+            pytest.skip("takes the interpreter long, which knows no such tiles")
         rows, vocab = rows or where.rows, vocab or where.vocab
         torch.manual_seed(0)
         e = where.exps(BF16, rows, vocab)
