@@ -112,7 +112,7 @@ def test_torch_without_linear_cross_entropy_is_absent(measured):
 
 @pytest.mark.parametrize(
     "scenario",
-    [name if name in ("fwd_bwd", "softcap_bias") else pytest.param(name, marks=pytest.mark.slow)
+    [name if name == "softcap_bias" else pytest.param(name, marks=pytest.mark.slow)
      for name in workloads.SCENARIOS],
 )  # fmt: skip
 def test_every_scenario_runs_and_its_errors_are_small(scenario, build, tmp_path):
@@ -263,6 +263,7 @@ def test_trained_inputs_look_like_a_trained_model():
     assert all(a > b for a, b in zip(octaves, octaves[2:], strict=False))
 
 
+@pytest.mark.slow
 def test_trained_inputs_run_at_any_size_and_their_figures_are_written(build, tmp_path):
     data = run(
         tmp_path / "run.json", "--shapes", "40x80x16", "--inputs", "trained",

@@ -229,6 +229,7 @@ def test_kernels_download(released, consumer):
     assert [path.name for path in (snapshot / "build").iterdir()] == ["torch-cpu"]
 
 
+@pytest.mark.slow
 def test_hf_download_and_kernels_benchmark(released, tmp_path):
     download(released, "--revision", "v1", "--local-dir", str(tmp_path / "kernel"))
     done = released.hub.run("kernels", "benchmark", "./kernel", "--iterations", "1", "--warmup", "0", cwd=tmp_path)
