@@ -177,7 +177,8 @@ class Call:
         """Bytes of the smallest chunk beside which a dW of all classes is accumulated. MIN_ROWS where slabs would need
         more bytes than that accumulator."""
         slabs_need_less = self.slab_bytes(n_tokens, MIN_ROWS, 1) <= self.acc_weight + self.weights
-        return max(MIN_ROWS, min(self.least_rows if slabs_need_less else MIN_ROWS, n_tokens)) * self.row
+        rows = self.least_rows if slabs_need_less else MIN_ROWS
+        return max(MIN_ROWS, min(rows, n_tokens)) * self.row
 
     def kept_budget(self) -> int:
         """Bytes for the E that a backward keeps, and for the chunk that it recomputes beside it."""
@@ -302,8 +303,8 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     if slab < 1 or call.workspace < least_statistics:
         least = max(call.slab_bytes(n_tokens, min(rows, MIN_ROWS), 1), least_statistics)
         raise validation.workspace_too_small(call.workspace, min(call.whole_bytes(n_tokens), least))
-    statistics_rows = rows_in(call.workspace - call.upcast, row=call.statistics_row, least=1)
-    statistics_rows = min(statistics_rows, SLAB_ROWS)
+    statistics = min(call.workspace - call.upcast, SLAB_ROWS * call.statistics_row)
+    statistics_rows = rows_in(statistics, row=call.statistics_row, least=1)
     held = max(call.slab_bytes(n_tokens, rows, slab), call.upcast + statistics_rows * call.statistics_row)
     return result("backward", rows, 0, slab, False, gemms + 1, held, statistics_rows)
 
