@@ -456,7 +456,8 @@ def kind_of(plan) -> str:
 
 @functools.cache
 def _workspaces(kernel, sizes, dtype, device_type, needs, upstream, row_scaled) -> dict[str, int]:
-    """{kind: workspace}: the smallest workspace of every kind of plan that there is, but for slabs one with few."""
+    """{kind: workspace}: the smallest workspace of every kind of plan that there is, but for slabs the largest with
+    several slabs and chunks."""
 
     def plan(workspace):
         with contextlib.suppress(ValueError):
@@ -472,7 +473,7 @@ def _workspaces(kernel, sizes, dtype, device_type, needs, upstream, row_scaled) 
     found = {}
     for low, high in itertools.pairwise(int(256 * 1.07**step) for step in range(300)):
         here = kind(high)
-        if here == "slab" and plan(high).slab * 2 <= sizes[1]:
+        if here == "slab" and plan(high).slab * 2 <= sizes[1] and plan(high).chunk_rows * 3 <= sizes[0]:
             found[here] = high
         if here in ("none", "slab", None) or here in found:
             continue
