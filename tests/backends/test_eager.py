@@ -260,3 +260,13 @@ class TestGradients:
         source, out = torch.randn(5, 7), torch.empty(5, 7, dtype=dtype)
         eager.scale(source, torch.tensor(0.3), out)
         assert torch.equal(out, (source * torch.tensor(0.3)).to(dtype))
+
+    @pytest.mark.parametrize("dtype", [FP32, BF16])
+    @pytest.mark.parametrize("rows, width", [(0, 3), (1, 1), (300, 500)])
+    def test_scale_by_rows(self, eager, dtype, rows, width):
+        source, factor, out = torch.randn(rows, width), torch.randn(rows), torch.empty(rows, width, dtype=dtype)
+        eager.scale(source, factor, out)
+        assert torch.equal(out, (source * factor[:, None]).to(dtype))
+        if dtype == source.dtype:
+            eager.scale(source, factor, source)
+            assert torch.equal(out, source)

@@ -598,6 +598,23 @@ class TestSmallKernels:
         backend.scale(source, factor, out)
         torch.testing.assert_close(out, (source * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
 
+    @pytest.mark.parametrize("source, out", [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP16, BF16)])
+    @pytest.mark.parametrize("rows, width", [(0, 5), (1, 1), (7, 1024), (5, 1025), (3, 2600)])
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_scale_by_rows(self, where, backend, source, out, rows, width, in_place):
+        if in_place and source != out:
+            pytest.skip("another dtype")
+        x = torch.randn(rows, width, device=where.device).to(source)
+        factor = torch.randn(rows, device=where.device)
+        expected = (x.float() * factor[:, None]).to(out)
+        around = torch.full((rows + 2, width), 7.0, dtype=out, device=where.device)
+        result = around[1:-1]
+        if in_place:
+            result.copy_(x)
+        backend.scale(result if in_place else x, factor, result)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        assert (around[0] == 7.0).all() and (around[-1] == 7.0).all()
+
     @pytest.mark.parametrize("rows, columns, group", [(1, 1, 8), (5, 7, 2), (8, 3, 4), (3, 4, 8)])
     def test_tile_order_visits_every_tile_once(self, where, backend, rows, columns, group):
         seen = torch.zeros(rows, columns, dtype=torch.int32, device=where.device)

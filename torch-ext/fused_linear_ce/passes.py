@@ -132,6 +132,15 @@ class Problem:
     def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.to(self.compute_dtype).to(self.x_dtype).contiguous()
 
+    def in_units(self, x: torch.Tensor, unit: Optional[torch.Tensor], in_place: bool = False) -> torch.Tensor:
+        """x * unit per row, in E's dtype, rounded once. in_place: over a copy that x() made, if it has that dtype."""
+        if unit is None:
+            return x.to(self.e_dtype)
+        copied = x.untyped_storage().data_ptr() != self.hidden.untyped_storage().data_ptr()
+        out = x if in_place and copied and x.dtype == self.e_dtype else torch.empty_like(x, dtype=self.e_dtype)
+        self.backend.scale(x, unit, out)
+        return out
+
     def new_exps(self, rows: int, vocab: Optional[int] = None) -> torch.Tensor:
         """An (rows, V) buffer for E, with the backend's row stride."""
         vocab = vocab or self.head.weight.shape[0]
@@ -189,9 +198,9 @@ class GradientSink:
         out = place if in_place else p.new_accumulator(stop - start, width)
         p.backend.grad_hidden(e, p.gradient_weight, p.compute_dtype, out, accumulate=False)
         if factor is not None:
-            # One pass rounds as well; on a CPU torch would make a copy of its own for that.
-            last = constant is None and place is not None and place.device.type != "cpu"
-            out = torch.mul(out, factor.unsqueeze(1), out=place if last else out)
+            scaled = place if constant is None and place is not None else out
+            p.backend.scale(out, factor, scaled)
+            out = scaled
         if constant is not None:
             self.row_sum = p.weighted_row_sum() if self.row_sum is None else self.row_sum
             out.addr_(constant, self.row_sum)
@@ -216,7 +225,7 @@ class GradientSink:
         """A chunk given as finished dlogits, in _exact_coefficients' unit per row."""
         if self.needs.hidden:
             self._add_hidden(e, unit, None, start, stop)
-        self._add_head(e, _in_units(x, unit, e.dtype) if self.needs.weight else None, unit)
+        self._add_head(e, self.problem.in_units(x, unit) if self.needs.weight else None, unit)
 
     def finish_constant(self) -> None:
         """dW_j += w_j sum_i d_i x_i and db_j += w_j sum_i d_i."""
@@ -315,6 +324,7 @@ def loss_and_gradients(
             fixed = row_coefficients(None, 0, len(rows)) if fixed is None else fixed
             c = _cut(fixed, start, stop)
         sink.add_scaled(start, stop, x, e, s, c)
+        del x  # before the next chunk's
     sink.finish_constant()
     log_prob = rows.mask(stats.log_prob)
     lse = rows.mask(stats.lse) if options.z_loss else None
@@ -464,6 +474,7 @@ def _gradients_by_row(p, needs, stats, c, kept_exps, restore, dx, dw, db) -> Non
             targets, s = rows.targets[start:stop], stats.rows(start, stop)
             p.backend.dlogits(x, targets, head, s, _cut(exact, start, stop), e)
             sink.add_exact(start, stop, x, e, None if unit is None else unit[start:stop])
+            del x  # before the next chunk's
     sink.finish_constant()
     if accumulator is not dw:
         dw.copy_(accumulator)
@@ -479,6 +490,11 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
     exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
     dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
     exact, unit = _exact_coefficients(p, stats, c)
+    # What every slab wants of a chunk, cut once: of many slabs the device would wait for the host.
+    chunks = [
+        (start, stop, stats.rows(start, stop), _cut(exact, start, stop), None if unit is None else unit[start:stop])
+        for start, stop in p.chunks()
+    ]
     for first in range(0, vocab, slab):
         last = min(first + slab, vocab)
         head = p.head.columns(first, last)
@@ -486,20 +502,21 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
             head = head._replace(weight=head.weight.to(p.compute_dtype))
         gemm_weight = p.gemm_weight(head.weight)
         total = None if not needs.weight else dw[first:last] if dw_slab is None else dw_slab[: last - first]
-        for start, stop in p.chunks():
-            x, e, s = p.x(start, stop), exps[: stop - start, : last - first], stats.rows(start, stop)
-            p.backend.dlogits(x, rows.targets[start:stop] - first, head, s, _cut(exact, start, stop), e)
+        targets = rows.targets - first
+        for start, stop, s, part_c, part in chunks:
+            x, e = p.x(start, stop), exps[: stop - start, : last - first]
+            p.backend.dlogits(x, targets[start:stop], head, s, part_c, e)
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
-            part = None if unit is None else unit[start:stop]
-            scaled = _in_units(x, part, e.dtype) if needs.weight else None
-            _head_gradients(p, needs, e, scaled, part, total, start > 0, db[first:last])
-            del scaled  # before the next chunk makes its own
+            if needs.weight:
+                x = p.in_units(x, part, in_place=True)
+            _head_gradients(p, needs, e, x, part, total, start > 0, db[first:last])
+            del x  # before the next chunk's
         if dw_slab is not None:
             dw[first:last] = total
         del head, gemm_weight  # copies, before the next slab's
     if needs.hidden and unit is not None:
-        dx_sum[: len(rows)].mul_(unit.unsqueeze(1))
+        p.backend.scale(dx_sum[: len(rows)], unit, dx_sum[: len(rows)])
     if dx_sum is not dx:
         for start, stop in p.chunks():
             rows.put(dx_sum[start:stop], dx, start, stop)
@@ -534,13 +551,6 @@ def _exact_coefficients(p: Problem, stats: Stats, c: Coefficients) -> tuple[Coef
     mantissa = torch.exp2(torch.frac(stats.lse / math.log(2)))
     unit = lost_by_rounding(exact, (exact * mantissa).to(p.e_dtype))
     return Coefficients(*(None if v is None else v / unit for v in c)), unit
-
-
-def _in_units(x: torch.Tensor, unit: Optional[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """x * unit, rounded once: on an accelerator in one pass, without the product in the unit's dtype."""
-    if unit is None:
-        return x.to(dtype)
-    return torch.mul(x, unit.unsqueeze(1), out=torch.empty_like(x, dtype=dtype))
 
 
 def _cut(c: Coefficients, start: int, stop: int) -> Coefficients:

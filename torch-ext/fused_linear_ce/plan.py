@@ -43,6 +43,9 @@ LEAST_ROWS_ACCELERATOR = 640
 CACHED = 64 * MIB
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
 SLAB_MULTIPLE = 256
+# Tiles of ROW_MULTIPLE x SLAB_MULTIPLE logits that an accelerator (of 132 multiprocessors) works on at once. Slabs of
+# whole waves of them waste nothing: one and a fifth would take the time of two.
+SLAB_WAVE = 128
 # A dW of fewer elements always goes through an fp32 accumulator: its GEMM may be split along the tokens, and torch
 # lets the library add the parts in half precision (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
 LEAST_UNSPLIT = 1 << 23
@@ -110,18 +113,23 @@ class Call:
         self.backend = backends.choose(device, dtype == torch.float64)
         self.exp = backends.exps_dtype(self.backend, dtype).itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # a chunk's copies of x, one in the accumulation dtype
-        # Beside E they are two of the GEMMs' dtype, gathered and scaled, and its dX in the accumulation dtype.
-        operand = backends.operand_dtype(self.backend, dtype)
-        gradient_row = hidden_size * (2 * operand.itemsize + acc.itemsize)
-        # By slabs of classes: the same two, or the last chunk's and this one's, with a gathered one of another dtype.
-        gathered = hidden_dtype.itemsize if hidden_dtype != operand else 0
-        self.slab_row = hidden_size * (2 * operand.itemsize + gathered) if self.backend == "triton" else self.x_row
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
-        # stored, but leaves a few partial sums for each tile of at least 64 classes.
+        # stored, but leaves up to five partial sums for each tile of classes, of at least 128 (fp32: 64).
         e_row = backends.padded_vocab(self.backend, vocab) * self.exp
-        partials = vocab // 3 if self.backend == "triton" else 0
-        self.row = e_row + partials + gradient_row
-        self.statistics_row = (partials if self.backend == "triton" else e_row) + self.x_row
+        operand = backends.operand_dtype(self.backend, dtype)
+        x_copy = hidden_size * operand.itemsize
+        gathered = hidden_size * hidden_dtype.itemsize if hidden_dtype != operand else 0
+        if self.backend == "triton":
+            partials = vocab // (3 if dtype.itemsize == 4 else 6)
+            # Beside E the chunk's x, and either its partial sums, or x scaled, or its dX (in the accumulation dtype,
+            # and rounded). By slabs of classes x is scaled where it is, unless E has another dtype.
+            self.row = e_row + x_copy + max(partials, hidden_size * acc.itemsize + x_copy, gathered)
+            self.slab_row = x_copy + max(gathered, x_copy if dtype == torch.float16 else 0)
+            self.statistics_row = partials + self.x_row
+        else:
+            self.row = e_row + 2 * x_copy + hidden_size * acc.itemsize
+            self.slab_row = self.x_row
+            self.statistics_row = e_row + self.x_row
         device_type = device if isinstance(device, str) else device.type
         least, most = DEFAULT_CHUNK_ACCELERATOR
         by_rows = min(max(DEFAULT_ROWS_ACCELERATOR * self.row, least), most)
@@ -169,9 +177,14 @@ class Call:
             if slab >= min(self.vocab, rows if self.backend == "triton" else SLAB_ROWS) or rows <= MIN_ROWS:
                 break
             rows = max(rows // 2, MIN_ROWS)
+        if slab >= self.vocab:
+            return rows, self.vocab
+        wave = SLAB_MULTIPLE * max(1, SLAB_WAVE // -(-rows // ROW_MULTIPLE))
+        if self.backend == "triton" and slab > wave and slab % wave < wave * 3 // 4:
+            slab -= slab % wave
         if slab > SLAB_MULTIPLE:
             slab = slab // SLAB_MULTIPLE * SLAB_MULTIPLE
-        return rows, max(0, min(self.vocab, slab))
+        return rows, max(0, slab)
 
     def least_chunk(self, n_tokens: int) -> int:
         """Bytes of the smallest chunk beside which a dW of all classes is accumulated. MIN_ROWS where slabs would need

@@ -16,7 +16,8 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
                                            out (V, H) (+)= e^T @ x; out may have e's dtype if nothing is accumulated;
                                            with a bias: grad_bias(e, scale, bias) besides
     grad_bias(e, scale, out)               out (V,) += e^T @ scale
-    scale(source, factor, out)             out = source * factor, a 0-d tensor; contiguous, rounded to out's dtype
+    scale(source, factor, out)             out = source * factor, a 0-d tensor or one number a row; contiguous, rounded
+                                           to out's dtype; out may be source
 
 The Triton backend has one more, so that a call can give the device work before the host knows how many rows count:
 

@@ -231,9 +231,14 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """Where it rounds on a CPU, a panel at a time: torch makes a copy of its own for that."""
+    if factor.dim():
+        factor = factor.unsqueeze(1)
     if source.dtype == out.dtype or source.device.type != "cpu":
         torch.mul(source, factor, out=out)
         return
-    source, out, step = source.view(-1), out.view(-1), _PANEL_BYTES // source.element_size()
-    for start in range(0, source.numel(), step):
-        torch.mul(source[start : start + step], factor, out=out[start : start + step])
+    if not factor.dim():
+        source, out = source.view(-1), out.view(-1)
+    step = max(1, _PANEL_BYTES // (source.element_size() * source.shape[1:].numel()))
+    for start in range(0, source.shape[0], step):
+        part = slice(start, start + step)
+        torch.mul(source[part], factor[part] if factor.dim() else factor, out=out[part])

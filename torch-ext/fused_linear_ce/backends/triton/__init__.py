@@ -330,7 +330,10 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    block = 1024
-    if source.numel():
-        with _guard(source):
-            bwd.scale_kernel[(_cdiv(source.numel(), block),)](source, factor, out, source.numel(), BLOCK=block)
+    if source.numel() == 0:
+        return
+    rows = source.shape[0] if factor.dim() else 1
+    width, block = source.numel() // rows, 1024
+    blocks = _cdiv(width, block)
+    with _guard(source):
+        bwd.scale_kernel[(rows * blocks,)](source, factor, out, width, blocks, factor.dim(), BLOCK=block)

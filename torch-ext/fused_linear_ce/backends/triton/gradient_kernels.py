@@ -130,9 +130,13 @@ def column_sum_kernel(e, scale, out, R, V, stride_er, ROWS: tl.constexpr, COLUMN
     tl.store(out + columns, tl.load(out + columns, mask=columns < V, other=0.0) + total, mask=columns < V)
 
 
-@triton.jit
-def scale_kernel(source, factor, out, size, BLOCK: tl.constexpr):
-    """out = factor * source with a device scalar, rounded once to out's dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + at, mask=at < size) * tl.load(factor).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+@triton.jit(do_not_specialize=["blocks", "factor_stride"])
+def scale_kernel(source, factor, out, width, blocks, factor_stride, BLOCK: tl.constexpr):
+    """out = factor * source, rounded once to out's dtype: (rows, width), with `blocks` programs for each row, whose
+    factor lies at factor_stride times its number. A scalar is the factor of the only row. out may be source."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = row * width + column
+    value = tl.load(source + at, mask=column < width).to(tl.float32)
+    value *= tl.load(factor + row * factor_stride).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=column < width)
