@@ -438,11 +438,15 @@ def plan_of(kernel, inputs: Inputs, workspace=None, *, upstream="scalar", row_sc
     )  # fmt: skip
 
 
-def smallest_workspace(kernel, inputs: Inputs, **how) -> int:
-    """What the error about a workspace of one byte says is needed."""
+def needed(plan) -> int:
+    """The smallest workspace of plan(workspace): what the error about one byte says is needed."""
     with pytest.raises(ValueError, match="workspace") as error:
-        plan_of(kernel, inputs, 1, **how)
+        plan(1)
     return int(re.search(r"needs (\d+) bytes", str(error.value)).group(1))
+
+
+def smallest_workspace(kernel, inputs: Inputs, **how) -> int:
+    return needed(lambda workspace: plan_of(kernel, inputs, workspace, **how))
 
 
 def kind_of(plan) -> str:
@@ -460,22 +464,20 @@ def _workspaces(kernel, sizes, dtype, device_type, needs, upstream, row_scaled) 
     several slabs and chunks."""
 
     def plan(workspace):
-        with contextlib.suppress(ValueError):
-            return kernel.plan(
-                *sizes, dtype, device_type=device_type, needs=needs, upstream=upstream, row_scaled=row_scaled,
-                workspace=workspace,
-            )  # fmt: skip
+        return kernel.plan(
+            *sizes, dtype, device_type=device_type, needs=needs, upstream=upstream, row_scaled=row_scaled,
+            workspace=workspace,
+        )  # fmt: skip
 
     def kind(workspace):
-        found = plan(workspace)
-        return None if found is None else kind_of(found)
+        return kind_of(plan(workspace))
 
-    found = {}
-    for low, high in itertools.pairwise(int(256 * 1.07**step) for step in range(300)):
+    found, least = {}, needed(plan) if sizes[0] else 1
+    for low, high in itertools.pairwise(least + int(256 * 1.07**step) - 256 for step in range(300)):
         here = kind(high)
         if here == "slab" and plan(high).slab * 2 <= sizes[1] and plan(high).chunk_rows * 3 <= sizes[0]:
             found[here] = high
-        if here in ("none", "slab", None) or here in found:
+        if here in ("none", "slab") or here in found:
             continue
         while high - low > 1:
             middle = (low + high) // 2

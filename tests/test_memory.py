@@ -12,6 +12,7 @@ from .oracle import memory_changes
 
 MIB = 1 << 20
 BF16, FP32 = torch.bfloat16, torch.float32
+ROUNDING = 3 * MIB // 2  # torch's GPU allocator does not split off less than 1 MiB of a block
 
 
 class Allocations(NamedTuple):
@@ -196,7 +197,7 @@ class TestTorchBackend:
         for ignored in (0, 1, n // 4):
             problem = Problem(kernel, n, vocab, width, dtype, ignored=ignored)
             run = problem.run(reduction=reduction, workspace=workspace)
-            assert run.extra <= workspace + 24 * n * 8 + 8 * (1 << 16)
+            assert run.extra <= workspace + 8 * (1 << 16)
 
     @pytest.mark.parametrize("dtype", [FP32, BF16])
     def test_the_constant_term_of_smoothing_copies_no_weight(self, kernel, dtype):
@@ -230,7 +231,6 @@ class TestTorchBackend:
 
     def check_workspaces(self, kernel, call, needs, dtype, ignored, autocast=False):
         n = 256
-        vectors = 24 * n * 8
         temporaries = 8 * (1 << 16)  # of panels
         used, exceeded = 0, []
         for mib in self.WORKSPACES:
@@ -242,7 +242,7 @@ class TestTorchBackend:
                 assert "too small" in str(error) and mib < 2
                 continue
             used += 1
-            if run.extra > workspace + vectors + temporaries:
+            if run.extra > workspace + temporaries:
                 exceeded.append(f"{mib} MiB: {run.extra / MIB:.2f} MiB")
         assert not exceeded
         assert used >= 3
@@ -267,7 +267,7 @@ class TestTorchBackend:
         sizes = (n, vocab, width, dtype)
         plan = kernel.plan(*sizes, device_type="cpu", workspace=workspace)
         assert plan.slab < vocab and plan.workspace_bytes <= workspace
-        assert problem.run(workspace=workspace).extra <= workspace + 24 * n * 8 + 8 * (1 << 16)
+        assert problem.run(workspace=workspace).extra <= workspace + 8 * (1 << 16)
 
     @pytest.mark.parametrize("call", CALLS[:2])
     @pytest.mark.parametrize("needs", [(True, True), (False, False)], ids=str)
@@ -360,15 +360,13 @@ class TestGpu:
     @pytest.mark.parametrize("mib", [256, 700, 1024, 2048])
     def test_workspace_is_respected(self, kernel, device, way, mib):
         problem = self.problem(kernel, device, 16384, 151936, 1024)
-        vectors = 24 * 16384 * 8
-        assert max(self.peaks(problem, problem.loss, workspace=mib * MIB, **way)) <= mib * MIB + vectors
+        assert max(self.peaks(problem, problem.loss, workspace=mib * MIB, **way)) <= mib * MIB + ROUNDING
 
     @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
     @pytest.mark.parametrize("way", WAYS[:2])
     def test_workspace_is_respected_with_frozen_tensors(self, kernel, device, way, needs):
         problem = self.problem(kernel, device, 8192, 151936, 512, needs=needs, ignored=1000)
-        vectors = 24 * 8192 * 8
-        assert max(self.peaks(problem, problem.loss, workspace=256 * MIB, **way)) <= 256 * MIB + vectors
+        assert max(self.peaks(problem, problem.loss, workspace=256 * MIB, **way)) <= 256 * MIB + ROUNDING
 
     def test_workspace_is_respected_under_autocast(self, kernel, device):
         problem = self.problem(kernel, device, 8192, 50257, 512, FP32)
@@ -378,4 +376,4 @@ class TestGpu:
                 return problem.loss(**options)
 
         for mib in (128, 512):
-            assert max(self.peaks(problem, loss, workspace=mib * MIB)) <= mib * MIB + 24 * 8192 * 8
+            assert max(self.peaks(problem, loss, workspace=mib * MIB)) <= mib * MIB + ROUNDING

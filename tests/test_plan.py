@@ -64,7 +64,8 @@ class TestWhichWay:
         _, v, h = QWEN
         call = module.Call(v, h, BF16, BF16, BF16, "cuda", module.Needs(True, True, False), True, 1 << 30)
         for n in (1, 16, 20, 31, 32, 40):
-            costs = [plan(n, v, h, workspace=call.acc_weight + rows * call.row).flop_g for rows in range(1, 80)]
+            least = call.accumulator_bytes(n)
+            costs = [plan(n, v, h, workspace=least + rows * call.row).flop_g for rows in range(1, 80)]
             assert costs == sorted(costs, reverse=True) and costs[-1] == 3.0
 
     @pytest.mark.parametrize("n, h", [(128, 1024), (2048, 1024), (4096, 1024), (2048, 4096), (8192, 4096)])
@@ -148,7 +149,7 @@ class TestWhichWay:
     def test_a_workspace_for_all_exponentials_keeps_them(self, module, plan, n, v, h, dtype):
         """Then no chunk is recomputed, for which there would have to be room as well."""
         call = module.Call(v, h, dtype, dtype, dtype, "cuda", module.Needs(True, True, False), True, 1 << 40)
-        least = call.acc_weight + call.weights + n * call.row
+        least = call.accumulator_bytes(n) + n * call.row
         p = plan(n, v, h, dtype, upstream="token", workspace=least)
         assert (p.gradients, p.kept_rows, p.flop_g) == ("backward", n, 3.0)
         assert plan(n, v, h, dtype, upstream="token", workspace=least - 1).flop_g > 3.0

@@ -41,6 +41,7 @@ MIN_ROWS = 16  # the fewest rows that a chunk is cut to
 # accumulator of up to CACHED bytes stays in the second-level cache and costs little.
 LEAST_ROWS_ACCELERATOR = 640
 CACHED = 64 * MIB
+TOKEN_BYTES = 192  # a token's targets, statistics and coefficients
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
 SLAB_MULTIPLE = 256
 # Tiles of ROW_MULTIPLE x SLAB_MULTIPLE logits that an accelerator (of 132 multiprocessors) works on at once. Slabs of
@@ -164,7 +165,8 @@ class Call:
     def slab_bytes(self, n_tokens: int, rows: int, classes: int) -> int:
         """What the backward by slabs of classes holds: dX accumulates over the slabs, dW of a slab over the chunks."""
         class_bytes = self.copy_class + (self.acc_weight // self.vocab) + rows * self.exp
-        return n_tokens * self.acc_hidden_row + self.upcast + rows * self.slab_row + classes * class_bytes
+        token_bytes = n_tokens * (self.acc_hidden_row + TOKEN_BYTES)
+        return token_bytes + self.upcast + rows * self.slab_row + classes * class_bytes
 
     def slabs(self, n_tokens: int) -> tuple[int, int]:
         """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any. Of the
@@ -189,13 +191,21 @@ class Call:
     def least_chunk(self, n_tokens: int) -> int:
         """Bytes of the smallest chunk beside which a dW of all classes is accumulated. MIN_ROWS where slabs would need
         more bytes than that accumulator."""
-        slabs_need_less = self.slab_bytes(n_tokens, MIN_ROWS, 1) <= self.acc_weight + self.weights
+        slabs_need_less = self.slab_bytes(n_tokens, MIN_ROWS, 1) <= self.accumulator_bytes(n_tokens)
         rows = self.least_rows if slabs_need_less else MIN_ROWS
         return max(MIN_ROWS, min(rows, n_tokens)) * self.row
 
-    def kept_budget(self) -> int:
+    def accumulator_bytes(self, n_tokens: int) -> int:
+        """What a backward over the whole vocabulary holds beside E."""
+        return self.acc_weight + self.weights + n_tokens * TOKEN_BYTES
+
+    def kept_budget(self, n_tokens: int) -> int:
         """Bytes for the E that a backward keeps, and for the chunk that it recomputes beside it."""
-        return self.default_kept if self.workspace is None else self.workspace - self.acc_weight - self.weights
+        return self.default_kept if self.workspace is None else self.workspace - self.accumulator_bytes(n_tokens)
+
+    def saved_bytes(self, n_tokens: int) -> int:
+        """What a forward that makes the gradients holds beside E: the gradients, until the backward."""
+        return self.saved_weight + n_tokens * (self.saved_hidden_row + TOKEN_BYTES) + self.weights
 
     def gemm_rounds(self, rows: int) -> bool:
         """Whether one GEMM over these rows can leave dW in its own dtype; of an E below 2^31 elements, which is what
@@ -207,7 +217,8 @@ class Call:
         which this way does without."""
         if not self.row_scaled:
             return False
-        budget = self.default_chunk + self.saved_weight if self.workspace is None else self.kept_budget()
+        by_default = self.default_chunk + self.saved_weight
+        budget = by_default if self.workspace is None else self.kept_budget(n_tokens)
         return 0 < n_tokens * self.row <= budget and self.gemm_rounds(n_tokens)
 
     def gradients_in_forward(self, n_tokens: int, constant: bool = False) -> bool:
@@ -225,15 +236,14 @@ class Call:
             return False
         if self.workspace is None:
             return True
-        held = self.saved_weight + n_tokens * self.saved_hidden_row + self.weights
-        return self.workspace - held >= self.least_chunk(n_tokens)
+        return self.workspace - self.saved_bytes(n_tokens) >= self.least_chunk(n_tokens)
 
     def whole_bytes(self, n_tokens: int) -> int:
         """The least workspace for an accumulator of the whole dW: some rows kept and some recomputed, or all kept."""
         chunks = 2 * self.least_chunk(n_tokens)
         if self.row_scaled and n_tokens >= MIN_ROWS:
             chunks = min(chunks, n_tokens * self.row)
-        return self.acc_weight + self.weights + chunks
+        return self.accumulator_bytes(n_tokens) + chunks
 
     def whole_vocabulary(self, n_tokens: int) -> bool:
         """Whether a backward can hold the accumulator of the whole dW beside what it keeps and recomputes."""
@@ -246,7 +256,7 @@ class Call:
             return 0
         if self.in_one_gemm(n_tokens):
             return n_tokens
-        budget = self.kept_budget()
+        budget = self.kept_budget(n_tokens)
         if n_tokens * self.row <= budget:
             return n_tokens
         return max(0, (budget - self.recompute_chunk(budget, n_tokens)) // self.row)
@@ -283,8 +293,9 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     gemms = 1.0 + call.needs.hidden + call.needs.weight
     if not any(call.needs):
         row = call.statistics_row
-        copies = call.workspace is None or call.workspace - call.weights >= MIN_ROWS * row
-        held = call.weights if copies else call.upcast
+        held = call.weights + n_tokens * TOKEN_BYTES
+        copies = call.workspace is None or call.workspace - held >= MIN_ROWS * row
+        held -= 0 if copies else call.copy_weight
         budget = call.default_chunk if call.workspace is None else min(call.workspace - held, call.default_chunk)
         rows = rows_in(budget, row=row, least=MIN_ROWS if call.workspace is None else 1)
         held += min(rows, n_tokens) * row
@@ -293,14 +304,14 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
         return result("none", rows, 0, call.vocab, copies, 1.0, held)
 
     if in_forward:
-        held = call.saved_weight + n_tokens * call.saved_hidden_row + call.weights
+        held = call.saved_bytes(n_tokens)
         rows = rows_in(call.default_chunk if call.workspace is None else call.workspace - held)
         return result("forward", rows, 0, call.vocab, True, gemms, held + rows * call.row)
 
     if call.whole_vocabulary(n_tokens):
-        held = call.acc_weight + call.weights
+        held = call.accumulator_bytes(n_tokens)
         unused = call.acc_weight if call.in_one_gemm(n_tokens) and not constant else 0
-        budget = call.kept_budget()
+        budget = call.kept_budget(n_tokens)
         kept = call.kept_rows(n_tokens)
         rest = n_tokens - kept
         if rest:
@@ -312,13 +323,14 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
         return result("backward", rows, kept, call.vocab, True, gemms + recomputed, held)
 
     rows, slab = call.slabs(n_tokens)
-    least_statistics = call.upcast + call.statistics_row
+    for_statistics = call.upcast + n_tokens * TOKEN_BYTES
+    least_statistics = for_statistics + call.statistics_row
     if slab < 1 or call.workspace < least_statistics:
         least = max(call.slab_bytes(n_tokens, min(rows, MIN_ROWS), 1), least_statistics)
         raise validation.workspace_too_small(call.workspace, min(call.whole_bytes(n_tokens), least))
-    statistics = min(call.workspace - call.upcast, SLAB_ROWS * call.statistics_row)
+    statistics = min(call.workspace - for_statistics, SLAB_ROWS * call.statistics_row)
     statistics_rows = rows_in(statistics, row=call.statistics_row, least=1)
-    held = max(call.slab_bytes(n_tokens, rows, slab), call.upcast + statistics_rows * call.statistics_row)
+    held = max(call.slab_bytes(n_tokens, rows, slab), for_statistics + statistics_rows * call.statistics_row)
     return result("backward", rows, 0, slab, False, gemms + 1, held, statistics_rows)
 
 
