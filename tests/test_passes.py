@@ -342,6 +342,32 @@ class TestChunks:
         expected = class_weight.double() @ exact if weighted else exact.sum(0)
         torch.testing.assert_close(problem.weighted_row_sum().double(), expected, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str
+    )
+    @pytest.mark.parametrize("ignored", [(), (0, 4, 36)], ids=["dense", "ignored"])
+    def test_dx_of_several_gemms(self, kernel, passes, monkeypatch, dtype, options, ignored):
+        backend, rows = submodule(kernel, "backends.eager"), []
+        grad_hidden = backend.grad_hidden
+
+        def watched(e, weight, compute_dtype, out, accumulate):
+            rows.append(e.shape[0])
+            return grad_hidden(e, weight, compute_dtype, out, accumulate)
+
+        def run():
+            hidden, weight, targets, bias = inputs(dtype, ignored=ignored)
+            loss = kernel.fused_linear_cross_entropy(hidden, weight, targets, bias, **options)
+            (loss * torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape)).sum().backward()
+            return hidden.grad, weight.grad, bias.grad
+
+        expected = run()
+        monkeypatch.setattr(backend, "grad_hidden", watched)
+        monkeypatch.setattr(passes, "GEMM_ROWS", 10)
+        tolerance = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(run(), expected, **tolerance)
+        assert max(r for r in rows if r > 1) == 10 and sum(r for r in rows if r > 1) >= N - len(ignored) - 1
+
     @pytest.mark.parametrize("reduction", ["sum", "none"])
     def test_errors_do_not_grow_with_the_number_of_chunks(self, kernel, reduction):
         """bf16: dW is accumulated in fp32 over 1 to 64 chunks and rounded once, at the end."""

@@ -17,7 +17,7 @@ from .loss import (
     token_loss,
     token_loss_upstream,
 )
-from .plan import ROW_MULTIPLE, Call, Needs, Plan, known_plan
+from .plan import GEMM_ROWS, ROW_MULTIPLE, Call, Needs, Plan, known_plan
 from .rows import Rows, capturing, cut, select_rows
 
 _LEAST_EARLY_ROWS = 512
@@ -192,6 +192,12 @@ class GradientSink:
 
     def _add_hidden(self, e: torch.Tensor, factor: Optional[torch.Tensor], constant, start: int, stop: int) -> None:
         """dX of a chunk: factor * (e @ weight) + constant * (sum_j w_j W_j), rounded where it ends up."""
+        for first in range(start, stop, GEMM_ROWS):
+            last = min(first + GEMM_ROWS, stop)
+            parts = (None if t is None else cut(t, first - start, last - start) for t in (e, factor, constant))
+            self._add_hidden_rows(*parts, first, last)
+
+    def _add_hidden_rows(self, e, factor, constant, start: int, stop: int) -> None:
         p, width = self.problem, self.hidden.shape[1]
         place = cut(self.hidden, start, stop) if p.rows.index is None else None
         in_place = place is not None and place.dtype == p.acc

@@ -35,6 +35,7 @@ DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
 DEFAULT_KEPT_CHUNKS, DEFAULT_KEPT_ACCELERATOR = 4, 6144 * MIB  # at most
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
 WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes as long as with 4096, for want of tiles
+GEMM_ROWS = 4096  # the most of one GEMM of dX: at a width of 4096 one of 8192 rows takes 3 % longer than two of these
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
 # Each chunk reads and writes dW's accumulator, which takes an accelerator as long as half-precision GEMMs of some 200
 # rows. With chunks of fewer rows than these, slabs of classes are faster, although they recompute the logits. An
