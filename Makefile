@@ -85,7 +85,7 @@ bench: build ## time the loss against its alternatives
 	LOCAL_KERNELS="trl-lib/fused-linear-ce=$(CURDIR)/build" $(PY) benchmarks/loss.py
 
 clean: ## remove what the other targets write, but keep .venv
-	rm -rf build .pytest_cache .ruff_cache .hypothesis
+	rm -rf build examples/out .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # Each TRL in a folder of its own, so that one environment serves all versions.
