@@ -160,6 +160,27 @@ class TestWhichWay:
         assert p.slab < 65536 and 0 < p.statistics_rows * 65536 * 4 <= 4 * MIB
         assert plan(*QWEN).statistics_rows == plan(*QWEN).chunk_rows
 
+    @pytest.mark.parametrize("n, v, h, dtype, needs, workspace", [
+        (4000, 2100, 8192, BF16, (False, True, False), 158_873_599),
+        (4096, 1100, 16384, BF16, (False, True, False), 243_597_311),
+        (81, 12, 6804, FP32, (True, False, False), 1_115_507),
+        (357, 180, 7431, FP32, (True, True, False), 2_807_746),
+    ])  # fmt: skip
+    def test_slabs_are_never_the_whole_vocabulary(self, plan, n, v, h, dtype, needs, workspace):
+        """Which would run as chunks of rows, and those hold more: a second copy of x, and a dX of their own."""
+        p = plan(n, v, h, dtype, needs=needs, upstream="token", workspace=workspace)
+        assert p.gradients == "backward" and p.kept_rows == 0 and p.slab < v
+
+    def test_forward_only_copies_no_weight_at_the_expense_of_most_rows(self, plan):
+        """fp32 weights under autocast: with a copy and 16 rows at a time, the copy would be read a thousand times."""
+        pytest.importorskip("triton")
+        n, v, h = 16384, 151936, 1024
+        options = dict(hidden_dtype=FP32, weight_dtype=FP32, needs=(False, False, False))
+        plans = [plan(n, v, h, BF16, workspace=mib * MIB, **options) for mib in (64, 128, 256, 304, 320, 512, 2048)]
+        assert [p.copies_weight for p in plans] == sorted(p.copies_weight for p in plans)
+        assert not plans[0].copies_weight and plans[-1].copies_weight
+        assert all(p.chunk_rows >= 640 for p in plans)
+
     @pytest.mark.parametrize("upstream", ["scalar", "token"])
     def test_slabs_are_no_slivers_on_an_accelerator(self, plan, upstream):
         """A few MiB above the least there are some hundred rows and as many classes, not 16 rows of thousands."""

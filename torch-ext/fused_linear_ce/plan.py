@@ -180,8 +180,8 @@ class Call:
             if slab >= min(self.vocab, rows if self.backend == "triton" else SLAB_ROWS) or rows <= MIN_ROWS:
                 break
             rows = max(rows // 2, MIN_ROWS)
-        if slab >= self.vocab:
-            return rows, self.vocab
+        if slab >= self.vocab:  # two halves: one slab of all would run as chunks of rows, which hold more
+            return rows, -(-self.vocab // 2)
         wave = SLAB_MULTIPLE * max(1, SLAB_WAVE // -(-rows // ROW_MULTIPLE))
         if self.backend == "triton" and slab > wave and slab % wave < wave * 3 // 4:
             slab -= slab % wave
@@ -295,7 +295,9 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     if not any(call.needs):
         row = call.statistics_row
         held = call.weights + n_tokens * TOKEN_BYTES
-        copies = call.workspace is None or call.workspace - held >= MIN_ROWS * row
+        # A copy of the weight at the expense of most rows would be made for many passes over it.
+        least = min(LEAST_ROWS_ACCELERATOR, max(MIN_ROWS, n_tokens)) * row
+        copies = call.workspace is None or call.workspace - held >= least
         held -= 0 if copies else call.copy_weight
         budget = call.default_chunk if call.workspace is None else min(call.workspace - held, call.default_chunk)
         rows = rows_in(budget, row=row, least=MIN_ROWS if call.workspace is None else 1)

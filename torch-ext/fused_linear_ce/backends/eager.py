@@ -238,7 +238,7 @@ def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None
         return
     if not factor.dim():
         source, out = source.view(-1), out.view(-1)
-    step = max(1, _PANEL_BYTES // (source.element_size() * source.shape[1:].numel()))
+    step = max(1, _PANEL_BYTES // max(1, source.element_size() * source.shape[1:].numel()))
     for start in range(0, source.shape[0], step):
         part = slice(start, start + step)
         torch.mul(source[part], factor[part] if factor.dim() else factor, out=out[part])
