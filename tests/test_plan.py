@@ -160,6 +160,17 @@ class TestWhichWay:
         assert p.slab < 65536 and 0 < p.statistics_rows * 65536 * 4 <= 4 * MIB
         assert plan(*QWEN).statistics_rows == plan(*QWEN).chunk_rows
 
+    @pytest.mark.parametrize("n, v, h", [QWEN, (16384, 262144, 640), (16384, 128256, 2048), (8192, 151936, 4096)])
+    @pytest.mark.parametrize("mib", [256, 384, 512, 1000])
+    def test_slabs_fill_the_multiprocessors(self, plan, n, v, h, mib):
+        """132 of them: the tiles of a chunk's part of a slab, 128 x 256, take few waves more than they need."""
+        p = plan(n, v, h, upstream="token", workspace=mib * MIB)
+        if p.slab == v:
+            return
+        tiles = (p.chunk_rows / 128) * (p.slab / 256)
+        waves = -(-(p.chunk_rows // 128) * -(-p.slab // 256) // 132)
+        assert p.chunk_rows == 4096 and tiles / (132 * waves) > 0.9
+
     @pytest.mark.parametrize("n, v, h, dtype, needs, workspace", [
         (4000, 2100, 8192, BF16, (False, True, False), 158_873_599),
         (4096, 1100, 16384, BF16, (False, True, False), 243_597_311),
@@ -187,7 +198,7 @@ class TestWhichWay:
         for n, v, h, least in ((16384, 151936, 1024, 64), (16384, 128256, 2048, 128), (8192, 151936, 4096, 128)):
             for mib in (least + 24, least + 64, 256):
                 p = plan(n, v, h, upstream=upstream, workspace=mib * MIB)
-                assert 512 <= p.chunk_rows <= p.slab < v
+                assert 512 <= p.chunk_rows <= 2 * p.slab < v
 
     def test_small_chunks_where_they_cost_little(self, plan):
         """No accumulator, slow GEMMs, one that fits into a cache, slabs that would need more than it, few tokens."""

@@ -44,10 +44,10 @@ LEAST_ROWS_ACCELERATOR = 640
 CACHED = 64 * MIB
 TOKEN_BYTES = 192  # a token's targets, statistics and coefficients
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
-SLAB_MULTIPLE = 256
-# Tiles of ROW_MULTIPLE x SLAB_MULTIPLE logits that an accelerator (of 132 multiprocessors) works on at once. Slabs of
+SLAB_MULTIPLE = 64
+# Tiles of ROW_MULTIPLE x SLAB_TILE logits that an accelerator (of 132 multiprocessors) works on at once. Slabs of
 # whole waves of them waste nothing: one and a fifth would take the time of two.
-SLAB_WAVE = 128
+SLAB_TILE, SLAB_WAVE = 256, 128
 # A dW of fewer elements always goes through an fp32 accumulator: its GEMM may be split along the tokens, and torch
 # lets the library add the parts in half precision (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
 LEAST_UNSPLIT = 1 << 23
@@ -171,18 +171,18 @@ class Call:
 
     def slabs(self, n_tokens: int) -> tuple[int, int]:
         """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any. Of the
-        rows half as many and so on, until there are as many classes: square GEMMs do the most with the bytes. A CPU
-        wants its SLAB_ROWS classes."""
+        rows half as many and so on, until there are half as many classes as rows: nearly square GEMMs do the most with
+        the bytes. A CPU wants its SLAB_ROWS classes."""
         rows = max(1, min(n_tokens, SLAB_ROWS))
         while True:
             held = self.slab_bytes(n_tokens, rows, 0)
             slab = (self.workspace - held) // (self.slab_bytes(n_tokens, rows, 1) - held)
-            if slab >= min(self.vocab, rows if self.backend == "triton" else SLAB_ROWS) or rows <= MIN_ROWS:
+            if slab >= min(self.vocab, rows // 2 if self.backend == "triton" else SLAB_ROWS) or rows <= MIN_ROWS:
                 break
             rows = max(rows // 2, MIN_ROWS)
         if slab >= self.vocab:  # two halves: one slab of all would run as chunks of rows, which hold more
             return rows, -(-self.vocab // 2)
-        wave = SLAB_MULTIPLE * max(1, SLAB_WAVE // -(-rows // ROW_MULTIPLE))
+        wave = SLAB_TILE * max(1, SLAB_WAVE // -(-rows // ROW_MULTIPLE))
         if self.backend == "triton" and slab > wave and slab % wave < wave * 3 // 4:
             slab -= slab % wave
         if slab > SLAB_MULTIPLE:
