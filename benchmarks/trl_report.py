@@ -17,20 +17,34 @@ LEGEND = (
 )
 
 
+EARLIER = "†"
+PEERS = ("nll", "chunked", "liger")  # heads that this project's commits do not change
+
+
 def read(results: Path) -> list[dict]:
-    """The newest run's case of every device, row and mode, each with its run under "run"."""
+    """The newest run's case of every device, row and mode, each with its run under "run"; a peer's result that it
+    lacks is the last run's that had one, with that run under "run"."""
     runs = [json.loads(p.read_text()) for p in sorted(results.glob("*.json"))]
     runs = [r for r in runs if isinstance(r, dict) and r.get("schema") == SCHEMA]
     cases: dict[tuple, dict] = {}
     for run in sorted(runs, key=lambda r: r["date"]):
         for case in run["cases"]:
-            cases[run["device"]["name"], case["mode"], case["row"]] = {**case, "run": run}
+            key = (run["device"]["name"], case["mode"], case["row"])
+            older = cases.get(key, {"results": {}})
+            kept = {
+                head: {"run": older["run"], **result}
+                for head, result in older["results"].items()
+                if head in PEERS and head not in case["results"] and result["status"] == "ok"
+            }
+            cases[key] = {**case, "run": run, "results": {**case["results"], **kept}}
     order = list(ROWS)
     return sorted(cases.values(), key=lambda c: (c["run"]["device"]["name"], order.index(c["row"])))
 
 
 def milliseconds(case: dict, head: str) -> float | None:
-    return case["results"].get(head, {}).get("median_ms")
+    """Of the case's own run: times of two runs are not to be compared."""
+    result = case["results"].get(head, {})
+    return None if "run" in result else result.get("median_ms")
 
 
 def loss_share(case: dict) -> float | None:
@@ -58,7 +72,8 @@ def _cell(case: dict, head: str) -> str:
     if result["status"] != "ok":
         return result["status"]
     peak = result["peak_bytes"]
-    return f"{result['median_ms']:.1f}" + ("" if peak is None else f" ({peak / 2**30:.1f})")
+    text = f"{result['median_ms']:.1f}" + ("" if peak is None else f" ({peak / 2**30:.1f})")
+    return text + (f" {EARLIER}" if "run" in result else "")
 
 
 def _percent(value: float | None) -> str:
@@ -93,14 +108,18 @@ def reasons(cases: list[dict]) -> list[str]:
     return [f"- {h}: {status} at {', '.join(rows)} ({why})" for (h, status, why), rows in found.items()]
 
 
+def _of_run(run: dict) -> str:
+    v = run["versions"]
+    packages = ", ".join(f"{p} {v[p]}" for p in ("triton", "transformers", "peft") if v.get(p))
+    commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
+    return f"{run['date'][:10]}, commit {commit}, torch {v['torch']}, {packages}"
+
+
 def provenance(cases: list[dict]) -> str:
-    parts = []
-    for run in {c["run"]["date"]: c["run"] for c in cases}.values():
-        v = run["versions"]
-        packages = ", ".join(f"{p} {v[p]}" for p in ("triton", "transformers", "peft") if v.get(p))
-        commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
-        parts.append(f"{run['date'][:10]}, commit {commit}, torch {v['torch']}, {packages}")
-    return f"{cases[0]['run']['device']['name']}; " + "; ".join(dict.fromkeys(parts)) + "."
+    own = dict.fromkeys(_of_run(c["run"]) for c in cases)
+    earlier = dict.fromkeys(_of_run(r["run"]) for c in cases for r in c["results"].values() if "run" in r)
+    text = f"{cases[0]['run']['device']['name']}; " + "; ".join(own) + "."
+    return text + (f" {EARLIER} of another run: " + "; ".join(earlier) + "." if earlier else "")
 
 
 def block(cases: list[dict]) -> str:

@@ -61,6 +61,26 @@ def test_the_gain_is_measured_against_the_floor():
     assert trl_report.share_of_possible(case) == pytest.approx(0.75)
 
 
+def test_a_peer_that_a_newer_run_lacks_is_an_earlier_runs_and_compared_with_nothing(results, tmp_path):
+    older = json.loads(results.read_text())
+    older["commit"] = "b" * 40
+    case = older["cases"][0]
+    case["results"]["chunked"] = {**case["results"]["nll"], "title": "chunked"}
+    newer = json.loads(results.read_text()) | {"date": "2999-01-01T00:00:00Z", "commit": "c" * 40}
+    newer["cases"] = [{**case, "results": {h: r for h, r in case["results"].items() if h in ("cce", "floor")}}]
+    for name, run in (("older", older), ("newer", newer)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    cases = trl_report.read(tmp_path)
+    found = next(c for c in cases if c["row"] == "tiny")
+    assert found["run"]["commit"] == "c" * 40
+    assert set(found["results"]) == {"cce", "floor", "nll", "chunked"}
+    assert trl_report.speedup(found) is None and trl_report.share_of_possible(found) is None
+    text = trl_report.block(cases)
+    row = next(line for line in text.splitlines() if line.startswith(f"| {found['title']} |"))
+    assert row.count("†") == 2
+    assert f"† of another run: {older['date'][:10]}, commit {'b' * 10}" in text
+
+
 def test_no_row_is_started_after_the_time_limit(kernel_build, tmp_path):
     path = tmp_path / "run.json"
     limited = [*FAST, "--rows", "tiny", "--time-limit", "1e-9", "--build", str(kernel_build), "--json", str(path)]
