@@ -24,13 +24,13 @@ if __package__ in (None, ""):  # run as a file
 
 from . import trl_report
 from .peers import contender
+from .provenance import EARLIER, commit, sentence
 from .workloads import SCENARIOS, SHAPES
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 MAIN = ("fwd_bwd", "random")
-EARLIER = "†"
 OWN = ("ours", "ours-graph")  # figures of this kernel's version, which a newer run makes obsolete
 
 
@@ -202,7 +202,7 @@ def error_table(group: Group) -> list[str]:
         found = [r for s in group.cases if (r := group.result(s, name)) and r.get("errors")]
         if found:
             worst = [max((r["errors"][k] for r in found if k in r["errors"]), default=None) for k in keys]
-            commits = dict.fromkeys(_commit(r["errors_run"]) for r in found if "errors_run" in r and "run" not in r)
+            commits = dict.fromkeys(commit(r["errors_run"]) for r in found if "errors_run" in r and "run" not in r)
             label = group.label(name) + (f" (commit {', '.join(commits)})" if commits else "")
             lines.append(_row([label, *("-" if w is None else f"{w:.1e}" for w in worst)]))
     return lines
@@ -226,14 +226,10 @@ def reasons(group: Group) -> list[str]:
     return lines
 
 
-def _commit(run: dict) -> str:
-    return run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
-
-
 def _source(run: dict) -> str:
     v = run["versions"]
     triton = f", Triton {v['triton']}" if v.get("triton") else ""
-    return f"{run['date'][:10]}, commit {_commit(run)}, torch {v['torch']}{triton}"
+    return f"{run['date'][:10]}, commit {commit(run)}, torch {v['torch']}{triton}"
 
 
 def provenance(group: Group) -> str:
@@ -243,9 +239,7 @@ def provenance(group: Group) -> str:
     earlier = dict.fromkeys(
         _source(r["run"]) for c in group.cases.values() for r in c["results"].values() if "run" in r
     )
-    runs = [source if len(newest) == 1 else f"{', '.join(shapes)}: {source}" for source, shapes in newest.items()]
-    text = f"{group.device['name']}, {group.dtype}; " + "; ".join(runs) + "."
-    return text + (f" {EARLIER} of another run, over that run's floor: " + "; ".join(earlier) + "." if earlier else "")
+    return f"{group.device['name']}, {group.dtype}; " + sentence(newest, earlier, ", over that run's floor")
 
 
 def _short_device(name: str) -> str:
@@ -282,9 +276,10 @@ def summary_table(groups: list[Group]) -> list[str]:
                 if "ours" in ok
                 else g.cases[shape]["results"].get("ours", {}).get("status", "not run")
             )
-            cells.append(mine + (f" ({ok[best]['ratio_to_floor']:.2f} {ok[best]['title']})" if best else ""))
+            mark = f" {EARLIER}" if best and "run" in ok[best] else ""
+            cells.append(mine + (f" ({ok[best]['ratio_to_floor']:.2f} {ok[best]['title']}{mark})" if best else ""))
         floor = " + ".join(next(iter(g.cases.values()))["floor_gemms"])
-        commits = ", ".join(dict.fromkeys(_commit(case["run"]) for case in g.cases.values()))
+        commits = ", ".join(dict.fromkeys(commit(case["run"]) for case in g.cases.values()))
         lines.append(_row([f"{g.title}, {g.inputs} inputs; floor: {floor}", *cells, commits]))
     return lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from .provenance import EARLIER, commit, sentence
 from .trl_heads import HEADS
 from .trl_rows import ROWS
 from .trl_step import MODES, SCHEMA
@@ -17,8 +18,7 @@ LEGEND = (
 )
 
 
-EARLIER = "†"
-PEERS = ("nll", "chunked", "liger")  # heads that this project's commits do not change
+PEERS = ("nll", "chunked", "liger")  # other libraries' heads: shown from an earlier run too, but never compared
 
 
 def read(results: Path) -> list[dict]:
@@ -108,18 +108,18 @@ def reasons(cases: list[dict]) -> list[str]:
     return [f"- {h}: {status} at {', '.join(rows)} ({why})" for (h, status, why), rows in found.items()]
 
 
-def _of_run(run: dict) -> str:
+def _source(run: dict) -> str:
     v = run["versions"]
     packages = ", ".join(f"{p} {v[p]}" for p in ("triton", "transformers", "peft") if v.get(p))
-    commit = run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
-    return f"{run['date'][:10]}, commit {commit}, torch {v['torch']}, {packages}"
+    return f"{run['date'][:10]}, commit {commit(run)}, torch {v['torch']}, {packages}"
 
 
 def provenance(cases: list[dict]) -> str:
-    own = dict.fromkeys(_of_run(c["run"]) for c in cases)
-    earlier = dict.fromkeys(_of_run(r["run"]) for c in cases for r in c["results"].values() if "run" in r)
-    text = f"{cases[0]['run']['device']['name']}; " + "; ".join(own) + "."
-    return text + (f" {EARLIER} of another run: " + "; ".join(earlier) + "." if earlier else "")
+    own: dict[str, list[str]] = {}
+    for case in cases:
+        own.setdefault(_source(case["run"]), []).append(case["row"])
+    earlier = dict.fromkeys(_source(r["run"]) for c in cases for r in c["results"].values() if "run" in r)
+    return f"{cases[0]['run']['device']['name']}; " + sentence(own, earlier)
 
 
 def block(cases: list[dict]) -> str:

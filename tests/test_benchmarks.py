@@ -361,7 +361,7 @@ def test_errors_of_an_earlier_run_stand_beside_newer_times(measured, tmp_path):
     ours = group.result(data["cases"][0]["shape"], "ours")
     assert ours["errors"] == errors and ours["errors_run"]["commit"] == commit
     (row,) = [line for line in report.error_table(group) if "fused-linear-ce" in line and "8MiB" not in line]
-    assert f"(commit {report._commit({'commit': commit})})" in row
+    assert f"(commit {report.commit({'commit': commit})})" in row
     assert "errors" not in group.result(data["cases"][0]["shape"], "floor")
 
 

@@ -12,7 +12,8 @@ from .oracle import memory_changes
 
 MIB = 1 << 20
 BF16, FP32 = torch.bfloat16, torch.float32
-ROUNDING = 3 * MIB // 2  # torch's GPU allocator does not split off less than 1 MiB of a block
+# Of torch's GPU allocator: it does not split off less than 1 MiB of a block, and rounds small ones up to 512 bytes.
+ROUNDING = 3 * MIB // 2
 
 
 class Allocations(NamedTuple):

@@ -40,7 +40,7 @@ POINTERS = {
 NUMBERS = {
     "fp32": ("logit_scale", "softcap", "limit", "nudge"),
     "i32": (
-        "R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "class_tiles", "width_tiles", "plane", "size",
+        "R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "class_tiles", "width_tiles", "plane",
         "ignore_index", "accumulate", "width", "blocks", "factor_stride",
     ),
 }
@@ -124,7 +124,7 @@ def variants(target: str, tuning) -> list:
             constants = dict(ROWS=4, COLUMNS=512, HAS_SOFTCAP=flag, SCALE_X=flag, PRECISE=dtype == "fp32")
             add(f"{dtype} {flag}", "finish_kernel", constants, {"e": dtype, "x": dtype, "scaled": dtype})
         add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
-    for source, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16")):
+    for source, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")):
         add(f"{source} {out}", "scale_kernel", dict(BLOCK=1024), {"source": source, "out": out})
     return found
 

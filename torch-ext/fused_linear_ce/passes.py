@@ -17,7 +17,7 @@ from .loss import (
     token_loss,
     token_loss_upstream,
 )
-from .plan import GEMM_ROWS, ROW_MULTIPLE, Call, Needs, Plan, known_plan
+from .plan import GEMM_ROWS, ROW_MULTIPLE, WAVE_ROWS, Call, Needs, Plan, known_plan
 from .rows import Rows, capturing, cut, select_rows
 
 _LEAST_EARLY_ROWS = 512
@@ -132,12 +132,12 @@ class Problem:
     def _operand(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.to(self.compute_dtype).to(self.x_dtype).contiguous()
 
-    def in_units(self, x: torch.Tensor, unit: Optional[torch.Tensor], in_place: bool = False) -> torch.Tensor:
-        """x * unit per row, in E's dtype, rounded once. in_place: over a copy that x() made, if it has that dtype."""
+    def in_units(self, x: torch.Tensor, unit: Optional[torch.Tensor]) -> torch.Tensor:
+        """x * unit per row, in E's dtype, rounded once; over x, if that is a copy that x() made and has the dtype."""
         if unit is None:
             return x.to(self.e_dtype)
         copied = x.untyped_storage().data_ptr() != self.hidden.untyped_storage().data_ptr()
-        out = x if in_place and copied and x.dtype == self.e_dtype else torch.empty_like(x, dtype=self.e_dtype)
+        out = x if copied and x.dtype == self.e_dtype else torch.empty_like(x, dtype=self.e_dtype)
         self.backend.scale(x, unit, out)
         return out
 
@@ -192,12 +192,15 @@ class GradientSink:
 
     def _add_hidden(self, e: torch.Tensor, factor: Optional[torch.Tensor], constant, start: int, stop: int) -> None:
         """dX of a chunk: factor * (e @ weight) + constant * (sum_j w_j W_j), rounded where it ends up."""
-        for first in range(start, stop, GEMM_ROWS):
-            last = min(first + GEMM_ROWS, stop)
+        first = start
+        while first < stop:
+            last = first + GEMM_ROWS if stop - first >= GEMM_ROWS + WAVE_ROWS else stop
             parts = (None if t is None else cut(t, first - start, last - start) for t in (e, factor, constant))
             self._add_hidden_rows(*parts, first, last)
+            first = last
 
     def _add_hidden_rows(self, e, factor, constant, start: int, stop: int) -> None:
+        """_add_hidden of what one GEMM takes."""
         p, width = self.problem, self.hidden.shape[1]
         place = cut(self.hidden, start, stop) if p.rows.index is None else None
         in_place = place is not None and place.dtype == p.acc
@@ -228,7 +231,7 @@ class GradientSink:
             self.constant = part if self.constant is None else tuple(map(torch.add, self.constant, part))
 
     def add_exact(self, start: int, stop: int, x, e: torch.Tensor, unit: Optional[torch.Tensor]) -> None:
-        """A chunk given as finished dlogits, in _exact_coefficients' unit per row."""
+        """A chunk given as finished dlogits, in _exact_coefficients' unit per row; x may be written over."""
         if self.needs.hidden:
             self._add_hidden(e, unit, None, start, stop)
         self._add_head(e, self.problem.in_units(x, unit) if self.needs.weight else None, unit)
@@ -496,7 +499,7 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
     exps = p.new_exps(min(p.plan.chunk_rows, len(rows)), slab)
     dw_slab = p.new_accumulator(slab, dw.shape[1]) if needs.weight and dw.dtype != p.acc else None
     exact, unit = _exact_coefficients(p, stats, c)
-    # What every slab wants of a chunk, cut once: of many slabs the device would wait for the host.
+    # What every slab wants of a chunk, cut once: with many slabs the device would wait for the host.
     chunks = [
         (start, stop, stats.rows(start, stop), _cut(exact, start, stop), None if unit is None else unit[start:stop])
         for start, stop in p.chunks()
@@ -509,14 +512,14 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
         gemm_weight = p.gemm_weight(head.weight)
         total = None if not needs.weight else dw[first:last] if dw_slab is None else dw_slab[: last - first]
         targets = rows.targets - first
-        for start, stop, s, part_c, part in chunks:
+        for start, stop, s, chunk_c, chunk_unit in chunks:
             x, e = p.x(start, stop), exps[: stop - start, : last - first]
-            p.backend.dlogits(x, targets[start:stop], head, s, part_c, e)
+            p.backend.dlogits(x, targets[start:stop], head, s, chunk_c, e)
             if needs.hidden:
                 p.backend.grad_hidden(e, gemm_weight, p.compute_dtype, dx_sum[start:stop], accumulate=first > 0)
             if needs.weight:
-                x = p.in_units(x, part, in_place=True)
-            _head_gradients(p, needs, e, x, part, total, start > 0, db[first:last])
+                x = p.in_units(x, chunk_unit)
+            _head_gradients(p, needs, e, x, chunk_unit, total, start > 0, db[first:last])
             del x  # before the next chunk's
         if dw_slab is not None:
             dw[first:last] = total

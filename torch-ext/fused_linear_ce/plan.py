@@ -35,19 +35,19 @@ DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
 DEFAULT_KEPT_CHUNKS, DEFAULT_KEPT_ACCELERATOR = 4, 6144 * MIB  # at most
 ROW_MULTIPLE = 128  # chunks are whole tiles of the GEMMs
 WAVE_ROWS = 2048  # and large ones a multiple of this: with 3328 rows dX takes as long as with 4096, for want of tiles
-GEMM_ROWS = 4096  # the most of one GEMM of dX: at a width of 4096 one of 8192 rows takes 3 % longer than two of these
+GEMM_ROWS = 4096  # of one GEMM of dX, if WAVE_ROWS remain: of a width of 4096 one of 8192 takes 3 % longer than two
 MIN_ROWS = 16  # the fewest rows that a chunk is cut to
 # Each chunk reads and writes dW's accumulator, which takes an accelerator as long as half-precision GEMMs of some 200
 # rows. With chunks of fewer rows than these, slabs of classes are faster, although they recompute the logits. An
 # accumulator of up to CACHED bytes stays in the second-level cache and costs little.
-LEAST_ROWS_ACCELERATOR = 640
+LEAST_ROWS_ACCELERATOR = 640  # also of statistics alone, beside a copy of the weight
 CACHED = 64 * MIB
 TOKEN_BYTES = 192  # a token's targets, statistics and coefficients
 SLAB_ROWS = 4096  # rows of a chunk in the slab plan, where they fit
-SLAB_MULTIPLE = 64
-# Tiles of ROW_MULTIPLE x SLAB_TILE logits that an accelerator (of 132 multiprocessors) works on at once. Slabs of
-# whole waves of them waste nothing: one and a fifth would take the time of two.
-SLAB_TILE, SLAB_WAVE = 256, 128
+SLAB_MULTIPLE = 64  # classes, of whose E no byte is padding (backends.padded_vocab)
+# Tiles of ROW_MULTIPLE x SLAB_TILE logits that an accelerator (of 132 multiprocessors) works on at once, a wave. Slabs
+# of whole waves waste nothing: one and a fifth would take the time of two. What is left is taken if NEARLY a wave.
+SLAB_TILE, SLAB_WAVE, NEARLY = 256, 128, 0.75
 # A dW of fewer elements always goes through an fp32 accumulator: its GEMM may be split along the tokens, and torch
 # lets the library add the parts in half precision (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
 LEAST_UNSPLIT = 1 << 23
@@ -124,7 +124,8 @@ class Call:
         if self.backend == "triton":
             partials = vocab // (3 if dtype.itemsize == 4 else 6)
             # Beside E the chunk's x, and either its partial sums, or x scaled, or its dX (in the accumulation dtype,
-            # and rounded). By slabs of classes x is scaled where it is, unless E has another dtype.
+            # and rounded; of a large chunk less than all of it lives at once). By slabs of classes x is scaled where
+            # it is, unless E has another dtype.
             self.row = e_row + x_copy + max(partials, hidden_size * acc.itemsize + x_copy, gathered)
             self.slab_row = x_copy + max(gathered, x_copy if dtype == torch.float16 else 0)
             self.statistics_row = partials + self.x_row
@@ -170,9 +171,11 @@ class Call:
         return token_bytes + self.upcast + rows * self.slab_row + classes * class_bytes
 
     def slabs(self, n_tokens: int) -> tuple[int, int]:
-        """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any. Of the
-        rows half as many and so on, until there are half as many classes as rows: nearly square GEMMs do the most with
-        the bytes. A CPU wants its SLAB_ROWS classes."""
+        """(rows of a chunk, classes of a slab) that the workspace allows; 0 classes if it is too small for any.
+
+        Of the rows half as many and so on, until there are half as many classes as rows: nearly square GEMMs do the
+        most with the bytes. Of the classes whole waves of tiles, in multiples of SLAB_MULTIPLE, and half of the
+        vocabulary at the most. A CPU wants its SLAB_ROWS classes."""
         rows = max(1, min(n_tokens, SLAB_ROWS))
         while True:
             held = self.slab_bytes(n_tokens, rows, 0)
@@ -180,10 +183,10 @@ class Call:
             if slab >= min(self.vocab, rows // 2 if self.backend == "triton" else SLAB_ROWS) or rows <= MIN_ROWS:
                 break
             rows = max(rows // 2, MIN_ROWS)
-        if slab >= self.vocab:  # two halves: one slab of all would run as chunks of rows, which hold more
-            return rows, -(-self.vocab // 2)
+        if slab >= self.vocab:  # one slab of all would run as chunks of rows, which hold more
+            return rows, -(-self.vocab // 2) if self.vocab > 1 else 0
         wave = SLAB_TILE * max(1, SLAB_WAVE // -(-rows // ROW_MULTIPLE))
-        if self.backend == "triton" and slab > wave and slab % wave < wave * 3 // 4:
+        if self.backend == "triton" and slab > wave and slab % wave < wave * NEARLY:
             slab -= slab % wave
         if slab > SLAB_MULTIPLE:
             slab = slab // SLAB_MULTIPLE * SLAB_MULTIPLE
@@ -240,8 +243,9 @@ class Call:
         return self.workspace - self.saved_bytes(n_tokens) >= self.least_chunk(n_tokens)
 
     def whole_bytes(self, n_tokens: int) -> int:
-        """The least workspace for an accumulator of the whole dW: some rows kept and some recomputed, or all kept."""
-        chunks = 2 * self.least_chunk(n_tokens)
+        """The least workspace for an accumulator of the whole dW: some rows kept and some recomputed, or all kept, or
+        none where none can be."""
+        chunks = (2 if self.row_scaled else 1) * self.least_chunk(n_tokens)
         if self.row_scaled and n_tokens >= MIN_ROWS:
             chunks = min(chunks, n_tokens * self.row)
         return self.accumulator_bytes(n_tokens) + chunks
@@ -295,7 +299,7 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     if not any(call.needs):
         row = call.statistics_row
         held = call.weights + n_tokens * TOKEN_BYTES
-        # A copy of the weight at the expense of most rows would be made for many passes over it.
+        # No copy of the weight that would leave room for fewer rows than these: each chunk reads it.
         least = min(LEAST_ROWS_ACCELERATOR, max(MIN_ROWS, n_tokens)) * row
         copies = call.workspace is None or call.workspace - held >= least
         held -= 0 if copies else call.copy_weight
@@ -330,7 +334,8 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     least_statistics = for_statistics + call.statistics_row
     if slab < 1 or call.workspace < least_statistics:
         least = max(call.slab_bytes(n_tokens, min(rows, MIN_ROWS), 1), least_statistics)
-        raise validation.workspace_too_small(call.workspace, min(call.whole_bytes(n_tokens), least))
+        whole = call.whole_bytes(n_tokens)
+        raise validation.workspace_too_small(call.workspace, whole if call.vocab == 1 else min(whole, least))
     statistics = min(call.workspace - for_statistics, SLAB_ROWS * call.statistics_row)
     statistics_rows = rows_in(statistics, row=call.statistics_row, least=1)
     held = max(call.slab_bytes(n_tokens, rows, slab), for_statistics + statistics_rows * call.statistics_row)
