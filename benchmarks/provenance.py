@@ -12,6 +12,10 @@ def commit(run: dict) -> str:
     return run["commit"] if len(run["commit"]) < 40 else run["commit"][:10] + run["commit"][40:]
 
 
+def source(run: dict) -> str:
+    return f"{run['date'][:10]}, commit {commit(run)}, torch {run['versions']['torch']}"
+
+
 def sentence(own: dict[str, list[str]], earlier: Iterable[str], note: str = "") -> str:
     """own: by run what it timed; earlier: the runs of the figures that are marked."""
     runs = [run if len(own) == 1 else f"{', '.join(what)}: {run}" for run, what in own.items()]

@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run as a file
 
 from . import trl_report
 from .peers import contender
-from .provenance import EARLIER, commit, sentence
+from .provenance import EARLIER, commit, sentence, source
 from .workloads import SCENARIOS, SHAPES
 
 SCHEMA = 1
@@ -227,9 +227,8 @@ def reasons(group: Group) -> list[str]:
 
 
 def _source(run: dict) -> str:
-    v = run["versions"]
-    triton = f", Triton {v['triton']}" if v.get("triton") else ""
-    return f"{run['date'][:10]}, commit {commit(run)}, torch {v['torch']}{triton}"
+    triton = run["versions"].get("triton")
+    return source(run) + (f", Triton {triton}" if triton else "")
 
 
 def provenance(group: Group) -> str:

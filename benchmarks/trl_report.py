@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .provenance import EARLIER, commit, sentence
+from .provenance import EARLIER, sentence, source
 from .trl_heads import HEADS
 from .trl_rows import ROWS
 from .trl_step import MODES, SCHEMA
@@ -110,8 +110,7 @@ def reasons(cases: list[dict]) -> list[str]:
 
 def _source(run: dict) -> str:
     v = run["versions"]
-    packages = ", ".join(f"{p} {v[p]}" for p in ("triton", "transformers", "peft") if v.get(p))
-    return f"{run['date'][:10]}, commit {commit(run)}, torch {v['torch']}, {packages}"
+    return ", ".join([source(run), *(f"{p} {v[p]}" for p in ("triton", "transformers", "peft") if v.get(p))])
 
 
 def provenance(cases: list[dict]) -> str:

@@ -113,7 +113,8 @@ class Call:
         self.needs, self.row_scaled, self.workspace = needs, row_scaled, workspace
         self.vocab, self.hidden_size = vocab, hidden_size
         self.backend = backends.choose(device, dtype == torch.float64)
-        self.exp = backends.exps_dtype(self.backend, dtype).itemsize
+        exps = backends.exps_dtype(self.backend, dtype)
+        self.exp = exps.itemsize
         self.x_row = 2 * hidden_size * acc.itemsize  # a chunk's copies of x, one in the accumulation dtype
         # A row of statistics alone, and one with its E. The Triton backend keeps E in registers where it is not
         # stored, but leaves up to five partial sums for each tile of classes, of at least 128 (fp32: 64).
@@ -127,7 +128,7 @@ class Call:
             # and rounded; of a large chunk less than all of it lives at once). By slabs of classes x is scaled where
             # it is, unless E has another dtype.
             self.row = e_row + x_copy + max(partials, hidden_size * acc.itemsize + x_copy, gathered)
-            self.slab_row = x_copy + max(gathered, x_copy if dtype == torch.float16 else 0)
+            self.slab_row = x_copy + max(gathered, x_copy if operand != exps else 0)
             self.statistics_row = partials + self.x_row
         else:
             self.row = e_row + 2 * x_copy + hidden_size * acc.itemsize
@@ -147,7 +148,7 @@ class Call:
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
         self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
         # Whether a GEMM can leave dW in its own dtype.
-        rounds_weight = weight_dtype in (acc, backends.exps_dtype(self.backend, dtype))
+        rounds_weight = weight_dtype in (acc, exps)
         self.unsplit_weight = (
             self.backend == "triton" and needs.weight and rounds_weight and vocab * hidden_size >= LEAST_UNSPLIT
         )
@@ -298,11 +299,11 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
     gemms = 1.0 + call.needs.hidden + call.needs.weight
     if not any(call.needs):
         row = call.statistics_row
-        held = call.weights + n_tokens * TOKEN_BYTES
+        for_tokens = n_tokens * TOKEN_BYTES
         # No copy of the weight that would leave room for fewer rows than these: each chunk reads it.
         least = min(LEAST_ROWS_ACCELERATOR, max(MIN_ROWS, n_tokens)) * row
-        copies = call.workspace is None or call.workspace - held >= least
-        held -= 0 if copies else call.copy_weight
+        copies = call.workspace is None or call.workspace - for_tokens - call.weights >= least
+        held = for_tokens + (call.weights if copies else call.upcast)
         budget = call.default_chunk if call.workspace is None else min(call.workspace - held, call.default_chunk)
         rows = rows_in(budget, row=row, least=MIN_ROWS if call.workspace is None else 1)
         held += min(rows, n_tokens) * row
