@@ -1,7 +1,7 @@
 """The torch.library operators: what torch.compile, autograd and CUDA graphs see of the package.
 
-    loss_forward    summed or mean loss, metrics, and the loss's gradients in the accumulation dtype
-    loss_backward   those gradients times the upstream scalar, rounded once to the parameters' dtypes
+    loss_forward    summed or mean loss, metrics, and the loss's gradients: dW and db in the accumulation dtype
+    loss_backward   those gradients times the upstream scalar, in the parameters' dtypes
     token_forward   per-token statistics (log-probability, entropy, log-sum-exp, ...) and the kept exponentials
     token_backward  gradients for per-token upstream gradients
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import backends, passes
 from ._ops import add_op_namespace_prefix
-from .backends.base import Head, Wants, accumulation_dtype
+from .backends.base import Head, Wants, accumulation_dtype, saved_hidden_dtype
 from .loss import LossOptions, Upstream
 from .plan import Call, Needs, known_call
 
@@ -96,7 +96,7 @@ def _(
     return (
         new(), new(*scalar(class_weight is not None)), new(dtype=torch.int64),
         new(*scalar(metrics), dtype=torch.int64), new(*scalar(metrics)), new(*scalar(metrics)),
-        new(*hidden.shape) if needs_hidden else new(0),
+        new(*hidden.shape if needs_hidden else (0,), dtype=saved_hidden_dtype(hidden.dtype, compute_dtype)),
         new(*weight.shape) if needs_weight else new(0),
         new(weight.shape[0]) if needs_bias else new(0),
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _loss_backward(
     weight: Tensor,
     bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place, rounded once.
+    """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place.
 
     The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
     which has none, and does not pass for zero.
