@@ -79,7 +79,7 @@ class Problem:
         out = self.kernel.fused_linear_log_probs(self.hidden, self.weight, self.targets, **options)
         return sum(o.sum() for o in out if o is not None and o.requires_grad)
 
-    def run(self, function=None, upstream=0.5, autocast=False, **options) -> Run:
+    def run(self, function=None, upstream=0.5, autocast=False, retain_graph=False, **options) -> Run:
         kept = []
 
         def forward():
@@ -91,7 +91,7 @@ class Problem:
         if not any(self.needs):
             return Run(recorded, Allocations([], 0, 0), 0)
         upstream = torch.full_like(loss, upstream)
-        backward = allocations(lambda: loss.backward(upstream))
+        backward = allocations(lambda: loss.backward(upstream, retain_graph=retain_graph))
         leaves = [t for t, needed in zip((self.hidden, self.weight), self.needs) if needed]
         outputs = sum(t.grad.numel() * t.grad.element_size() for t in leaves)
         return Run(recorded, backward, outputs)
@@ -207,14 +207,23 @@ class TestTorchBackend:
         assert smooth < plain + problem.vocab_by_width / 8
 
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
-    def test_a_plain_backward_hands_over_what_the_forward_made(self, kernel, reduction):
-        """loss.backward() multiplies by 1: in fp32 there is nothing to copy."""
+    @pytest.mark.parametrize("upstream", [1.0, 0.5])
+    def test_a_plain_backward_scales_what_the_forward_made_where_it_is(self, kernel, reduction, upstream):
+        """In fp32 there is nothing to copy, unless the graph is kept for another backward."""
         problem = Problem(kernel, 512, 8192, 64)
-        run = problem.run(reduction=reduction, upstream=1.0)
+        run = problem.run(reduction=reduction, upstream=upstream)
         assert run.forward.at_least(problem.vocab_by_width)
         assert not run.backward.at_least(problem.tokens_by_width)
-        scaled = problem.run(reduction=reduction, upstream=0.5)
-        assert scaled.backward.at_least(problem.vocab_by_width), "this measures nothing"
+        kept = problem.run(reduction=reduction, upstream=upstream, retain_graph=True)
+        assert kept.backward.at_least(problem.vocab_by_width), "this measures nothing"
+
+    @pytest.mark.parametrize("way", WAYS[:2])
+    def test_a_bf16_gradient_of_the_hidden_states_is_never_there_in_fp32(self, kernel, way, monkeypatch):
+        monkeypatch.setitem(submodule(kernel, "plan").DEFAULT_CHUNK, "cpu", MIB)
+        problem = Problem(kernel, 8192, 256, 128, BF16)
+        run = problem.run(**way)
+        assert problem.tokens_by_width == 4 * MIB
+        assert run.at_least(2 * MIB) and not run.at_least(3 * MIB)
 
     def test_memory_follows_the_tokens_that_count(self, kernel):
         sparse = Problem(kernel, 4096, 8192, 64, ignored=4032).run()

@@ -41,7 +41,7 @@ NUMBERS = {
     "fp32": ("logit_scale", "softcap", "limit", "nudge"),
     "i32": (
         "R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "class_tiles", "width_tiles", "plane",
-        "ignore_index", "accumulate", "width", "blocks", "factor_stride",
+        "ignore_index", "accumulate", "width", "repair",
     ),
 }
 TYPES = {name: kind for table in (POINTERS, NUMBERS) for kind, names in table.items() for name in names}
@@ -109,13 +109,13 @@ def variants(target: str, tuning) -> list:
             types = {"x": dtype, "w": dtype, "bias": dtype}
             name = f"{dtype} {'every option' if flags['SCALED'] else ''}"
             add(name, "reference_kernel", dict(constants, **flags), types)
-    for store, repair in ((False, False), (True, False), (True, True)):
+    for store in (False, True):
         for asked in (False, True):
             constants = dict(
-                ROWS=32, TILES=32, COLUMNS=256, STORE=store, REPAIR=repair, ENTROPY=asked, SQUARES=asked,
+                ROWS=16, TILES=128, COLUMNS=256, STORE=store, ENTROPY=asked, SQUARES=asked,
                 SHIFTED=asked, TOP1=asked, COMPUTE="fp32" if asked else "bf16",
             )  # fmt: skip
-            add(f"store={store} repair={repair} asked={asked}", "combine_kernel", constants, {})
+            add(f"store={store} asked={asked}", "combine_kernel", constants, {})
     for accumulate in (False, True):
         constants = dict(ROWS=128, COLUMNS=128, DEPTH=32, GROUP=8, ACCUMULATE=accumulate)
         add(f"accumulate={accumulate}", "matmul_kernel", constants, {"a": "bf16", "b": "bf16", "out": "fp32"})
@@ -125,7 +125,8 @@ def variants(target: str, tuning) -> list:
             add(f"{dtype} {flag}", "finish_kernel", constants, {"e": dtype, "x": dtype, "scaled": dtype})
         add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
     for source, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")):
-        add(f"{source} {out}", "scale_kernel", dict(BLOCK=1024), {"source": source, "out": out})
+        constants = dict(BLOCK=4096 if source == "fp32" else 1024, IN_PLACE=source == out)
+        add(f"{source} {out}", "scale_kernel", constants, {"source": source, "out": out})
     return found
 
 

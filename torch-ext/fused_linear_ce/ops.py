@@ -116,18 +116,22 @@ def _loss_backward(
     The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
     which has none, and does not pass for zero.
     """
+    return _scaled(grad, (grad_hidden, grad_weight, grad_bias), _gradient_dtypes(hidden, weight, bias), False)
+
+
+def _scaled(grad: Tensor, gradients: tuple, dtypes: tuple, in_place: bool) -> tuple:
+    """Each gradient times the scalar `grad`, in its dtype; in_place: over what has it already."""
     grad = passes.resolved(grad)
     backend = backends.load(backends.choose(grad.device, grad.dtype == torch.float64))
 
     def scaled(saved: Tensor, dtype: torch.dtype) -> Tensor:
         if not saved.is_contiguous():  # zeros without storage: no token was valid
             return torch.zeros(saved.shape, dtype=dtype, device=saved.device)
-        out = torch.empty_like(saved, dtype=dtype)
+        out = saved if in_place and saved.dtype == dtype else torch.empty_like(saved, dtype=dtype)
         backend.scale(saved, grad, out)
         return out
 
-    pairs = zip((grad_hidden, grad_weight, grad_bias), _gradient_dtypes(hidden, weight, bias))
-    return tuple(scaled(saved, dtype) for saved, dtype in pairs)
+    return tuple(map(scaled, gradients, dtypes))
 
 
 def _gradient_dtypes(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple:
@@ -170,29 +174,23 @@ def _graph_is_kept() -> bool:
     return True if query is None else query()
 
 
-def _nothing_to_scale(grad: Tensor, saved: tuple, dtypes: tuple) -> bool:
-    """Whether the saved gradients can be handed over as they are: the scalar is 1, which is known without a
-    synchronisation or a guard, and nobody will ask for them again."""
-    plain = type(grad) is Tensor and not _batched(grad)
-    readable = plain and grad.device.type == "cpu" and not torch.compiler.is_compiling()
-    same = all(s.dtype == d and s.is_contiguous() for s, d in zip(saved, dtypes))
-    return readable and same and grad.item() == 1 and not _graph_is_kept()
-
-
-def _loss_gradients(ctx, grad, scaled) -> tuple:
-    """The backward of loss_forward; `scaled` is loss_backward, or what it runs."""
+def _loss_gradients(ctx, grad, recorded: bool) -> tuple:
+    """The backward of loss_forward. recorded: by the operator. Else over the saved gradients, if nobody will ask for
+    them again."""
     if grad is None:
         return (None,) * 20
     tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
     saved, parameters = tensors[:3], tensors[3:]
-    if not _nothing_to_scale(grad, saved, _gradient_dtypes(*parameters)):
-        saved = scaled(grad, *saved, *parameters)
-    dx, dw, db = (s if n else None for s, n in zip(saved, ctx.needs))
+    if recorded:
+        grads = loss_backward(grad, *saved, *parameters)
+    else:
+        grads = _scaled(grad, saved, _gradient_dtypes(*parameters), in_place=not _graph_is_kept())
+    dx, dw, db = (g if n else None for g, n in zip(grads, ctx.needs))
     return (dx, dw, None, db, *(None,) * 16)
 
 
 def _loss_autograd(ctx, grad, *_):
-    return _loss_gradients(ctx, grad, loss_backward)
+    return _loss_gradients(ctx, grad, True)
 
 
 loss_forward.register_autograd(_loss_autograd, setup_context=_loss_setup)
@@ -209,7 +207,7 @@ class _LossForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return _loss_gradients(ctx, grad, loss_backward if _recorded(grad) else _loss_backward)
+        return _loss_gradients(ctx, grad, _recorded(grad))
 
 
 def _token_forward(

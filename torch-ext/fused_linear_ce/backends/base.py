@@ -145,6 +145,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def saved_hidden_dtype(hidden_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """Of a dX that a forward makes and a backward scales. No later chunk adds to it, so it is rounded where it is made;
-    but not to fp16, whose range a later factor (a loss scale) is there to fit it into."""
+    """Of a dX that a forward makes and a backward scales. No later chunk adds to it, so it is rounded where it is
+    made; but not to fp16, whose range a later factor (a loss scale) is there to fit it into."""
     return hidden_dtype if hidden_dtype == torch.bfloat16 else accumulation_dtype(compute_dtype)

@@ -231,6 +231,8 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """Where it rounds on a CPU, a panel at a time: torch makes a copy of its own for that."""
+    if out is source and factor.device.type == "cpu" and not factor.dim() and factor.item() == 1:
+        return
     if factor.dim():
         factor = factor.unsqueeze(1)
     if source.dtype == out.dtype or source.device.type != "cpu":

@@ -5,6 +5,7 @@ device but the count that select() hands out.
 """
 
 import contextlib
+import math
 from typing import Optional
 
 import torch
@@ -135,7 +136,7 @@ def select(targets: torch.Tensor, ignore_index: int, vocab: int, early: bool = F
     count = torch.empty(1, dtype=torch.int32, device=device)
     with _guard(targets):
         fwd.select_kernel[(1,)](
-            targets.contiguous(), index, classes, count, tokens, ignore_index, vocab, BLOCK=4096, num_warps=8
+            targets.contiguous(), index, classes, count, tokens, ignore_index, vocab, BLOCK=4096, num_warps=16
         )
         if not early or device.type == "cpu":
             return Selection(index, classes, count.item)
@@ -216,8 +217,8 @@ def forward(
             )  # fmt: skip
             fwd.combine_kernel[(_cdiv(rows, block),)](
                 targets, scratch, partials, *outputs, rows, launch.column_tiles, plane,
-                fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT,
-                ROWS=block, TILES=128, COLUMNS=launch.tiles.columns, STORE=store, REPAIR=repair, **asked,
+                math.inf if repair else fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT, int(repair),
+                ROWS=block, TILES=128, COLUMNS=launch.tiles.columns, STORE=store, **asked,
                 TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=8,
             )  # fmt: skip
 
@@ -332,8 +333,9 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     if source.numel() == 0:
         return
-    rows = source.shape[0] if factor.dim() else 1
-    width, block = source.numel() // rows, 1024
-    blocks = _cdiv(width, block)
+    rows, block = (source.shape[0], 1024) if factor.dim() else (1, 4096)  # a scalar is the factor of the only row
+    width = source.numel() // rows
     with _guard(source):
-        bwd.scale_kernel[(rows * blocks,)](source, factor, out, width, blocks, factor.dim(), BLOCK=block)
+        bwd.scale_kernel[(rows * _cdiv(width, block),)](
+            source, factor, out, width, BLOCK=block, IN_PLACE=out is source
+        )

@@ -144,19 +144,19 @@ def forward_kernel(
                     tl.store(at_e, e, mask=live[:, None] & (columns < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["column_tiles", "plane"])  # rows by 16: wide loads
+@triton.jit(do_not_specialize=["column_tiles", "plane", "repair"])  # rows by 16: wide loads
 def combine_kernel(
     targets, scratch, partials,
     out_max, out_log_sum, out_target, out_scale, out_entropy, out_sum_log_probs, out_squares, out_top1,
-    R, column_tiles, plane, limit,
-    ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
-    STORE: tl.constexpr, REPAIR: tl.constexpr,
+    R, column_tiles, plane, limit, repair,
+    ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, TOP1: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows: the partial statistics of all column tiles, in one order, to the row's statistics.
 
     STORE: every tile used the same reference, sums just add up, and scale = exp(c - lse) = 1 / sum exp(z - c). A row
-    whose maximum lies more than `limit` from c is marked and gets its maximum as new reference.
+    whose maximum lies more than `limit` from c is marked and gets its maximum as new reference. With `repair` not 0
+    the rows that were marked are done again, and no others; none is marked then, with a limit of infinity.
     Otherwise each tile used its own maximum and is rescaled to the row's.
     """
     reference, target_z, target_beaten, marked, any_marked = row_scratch(scratch, R)
@@ -165,10 +165,10 @@ def combine_kernel(
     )
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < R
-    if REPAIR:
-        if tl.load(any_marked) == 0.0:
+    if STORE:
+        if tl.where(repair != 0, tl.load(any_marked), 1.0) == 0.0:
             return
-        live = live & (tl.load(marked + rows, mask=live, other=0.0) > 0.0)
+        live = live & (tl.where(repair != 0, tl.load(marked + rows, mask=live, other=0.0), 1.0) > 0.0)
     y = tl.load(targets + rows, mask=live, other=-1)
     target_tile = y // COLUMNS
     tiles = tl.arange(0, TILES)
@@ -227,7 +227,7 @@ def combine_kernel(
     total, dot, squares, shifted = tl.sum(total, 0), tl.sum(dot, 0), tl.sum(squares, 0), tl.sum(shifted, 0)
     if SHIFTED and STORE:
         shifted += weight * above
-    if STORE and not REPAIR:
+    if STORE:
         over = live & (tl.abs(m - c) > limit) & (m > float("-inf"))
         tl.store(marked + rows, over.to(tl.float32), mask=live)
         tl.store(reference + rows, m, mask=over)

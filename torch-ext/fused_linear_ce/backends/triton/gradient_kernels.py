@@ -130,13 +130,17 @@ def column_sum_kernel(e, scale, out, R, V, stride_er, ROWS: tl.constexpr, COLUMN
     tl.store(out + columns, tl.load(out + columns, mask=columns < V, other=0.0) + total, mask=columns < V)
 
 
-@triton.jit(do_not_specialize=["blocks", "factor_stride"])
-def scale_kernel(source, factor, out, width, blocks, factor_stride, BLOCK: tl.constexpr):
-    """out = factor * source, rounded once to out's dtype: (rows, width), with `blocks` programs for each row, whose
-    factor lies at factor_stride times its number. A scalar is the factor of the only row. out may be source."""
+@triton.jit
+def scale_kernel(source, factor, out, width, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
+    """out = factor * source, rounded once to out's dtype: (rows, width), a factor a row. IN_PLACE: out is source, and
+    rows whose factor is 1 are left alone."""
+    blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
+    scale = tl.load(factor + row).to(tl.float32)
+    if IN_PLACE:
+        if scale == 1.0:
+            return
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = row * width + column
-    value = tl.load(source + at, mask=column < width).to(tl.float32)
-    value *= tl.load(factor + row * factor_stride).to(tl.float32)
+    value = tl.load(source + at, mask=column < width).to(tl.float32) * scale
     tl.store(out + at, value.to(out.dtype.element_ty), mask=column < width)

@@ -25,8 +25,9 @@ class Tiles(NamedTuple):
     loads: str  # how operands come in: "pointers", "descriptors" (bulk tensor copies) or "pipeline" (hopper.py's)
 
 
-# For the few rows that hopper.py's kernel leaves to forward_kernels.py's: half its row tile, the same column tile.
-REPAIR = Tiles(64, 256, 32, 8, 2, 16, "pointers")
+# For the few rows that hopper.py's kernel leaves to forward_kernels.py's: the same column tile, and few rows, since
+# the first call of all waits for its compilation.
+REPAIR = Tiles(32, 256, 32, 8, 2, 16, "pointers")
 
 # By the kind of operands. Small tiles for fp32, whose dot has no tensor core unless TF32 is allowed.
 HEURISTICS = {
