@@ -125,7 +125,7 @@ def variants(target: str, tuning) -> list:
             add(f"{dtype} {flag}", "finish_kernel", constants, {"e": dtype, "x": dtype, "scaled": dtype})
         add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
     for source, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")):
-        constants = dict(BLOCK=4096 if source == "fp32" else 1024, IN_PLACE=source == out)
+        constants = dict(BLOCK=2048, IN_PLACE=source == out)
         add(f"{source} {out}", "scale_kernel", constants, {"source": source, "out": out})
     return found
 

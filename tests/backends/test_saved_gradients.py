@@ -58,7 +58,7 @@ def test_a_power_of_two_leaves_every_digit_alone(kernel, sizes, upstream):
         oracle.assert_same_bits(scaled, plain * upstream)
 
 
-@pytest.mark.parametrize("upstream", [1.0, 0.7, -3.0, 1e-3])
+@pytest.mark.parametrize("upstream", [1.0, 0.7, -3.0, 1e3])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_errors_by_upstream(kernel, sizes, dtype, upstream):
     """Of bf16 dX is rounded twice by the others than 1: within the bound all the same, and up as often as down (were
@@ -103,5 +103,5 @@ def test_written_over_only_where_nobody_asks_again(kernel, sizes, dtype, upstrea
         in_place = not kept and tensor.dtype == dtype
         assert (grad.data_ptr() == tensor.data_ptr()) == in_place
         oracle.assert_same_bits(tensor, grad if in_place else copy)
-        rtol = 0 if dtype == BF16 else 1e-6
-        torch.testing.assert_close(grad, (copy.double() * upstream).to(dtype), rtol=rtol, atol=0)
+        scaled = copy.float() * torch.tensor(upstream, device=copy.device)
+        oracle.assert_same_bits(grad, scaled.to(dtype))
