@@ -578,6 +578,28 @@ class TestCudaGraphs:
         ),
     }
 
+    def test_a_backward_of_its_own_can_be_replayed_again(self, kernel, device):
+        """It scales nothing where it is, though its graph was not kept while it was captured."""
+        if device != "cuda":
+            pytest.skip("needs CUDA graphs")
+        hidden, weight, _, targets = inputs(130, torch.bfloat16, 0, device, vocab=1000, width=64)
+        upstream = torch.tensor(0.7, device=device)
+
+        def forward():
+            return kernel.fused_linear_cross_entropy(hidden, weight, targets)
+
+        expected = torch.autograd.grad(forward(), (hidden, weight), upstream)
+        forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward_graph):
+            loss = forward()
+        with torch.cuda.graph(backward_graph, pool=forward_graph.pool()):
+            grads = torch.autograd.grad(loss, (hidden, weight), upstream)
+        forward_graph.replay()
+        for _ in range(3):
+            backward_graph.replay()
+            for grad, right in zip(grads, expected):
+                torch.testing.assert_close(grad, right, rtol=1e-2, atol=1e-4)
+
     @pytest.mark.parametrize("name", CALLS)
     @pytest.mark.parametrize("ignored", [0, 20], ids=["no row ignored", "rows ignored"])
     @pytest.mark.parametrize("vocab, width", [(1000, 64), (33_000, 256)])  # the larger dW is one GEMM in the backward

@@ -125,8 +125,9 @@ def variants(target: str, tuning) -> list:
             add(f"{dtype} {flag}", "finish_kernel", constants, {"e": dtype, "x": dtype, "scaled": dtype})
         add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
     for source, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")):
-        constants = dict(BLOCK=2048, IN_PLACE=source == out)
-        add(f"{source} {out}", "scale_kernel", constants, {"source": source, "out": out})
+        for in_place in (False, True)[: 1 + (source == out)]:
+            constants = dict(BLOCK=2048, IN_PLACE=in_place)
+            add(f"{source} {out} {in_place}", "scale_kernel", constants, {"source": source, "out": out})
     return found
 
 
@@ -142,7 +143,7 @@ def hopper(add) -> None:
     for dtype in ("bf16", "fp16"):
         types = {"x": dtype, "w": dtype, "bias": dtype, "exps": "bf16", "out": "bf16"}
         for store in (True, False):
-            base = dict(forward, STORE=store)
+            base = dict(forward, STORE=store, GROUP=16 if store else 32)
             logits(f"hopper {dtype} store={store} bare", "hopper.forward_kernel", base, types)
             logits(f"hopper {dtype} store={store} all", "hopper.forward_kernel", dict(base, **EVERYTHING), types)
         for flag in ("SCALED", "HAS_BIAS", "HAS_SOFTCAP", "SQUARES", "SHIFTED"):

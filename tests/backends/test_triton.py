@@ -605,13 +605,15 @@ class TestSmallKernels:
     def test_scale_by_rows(self, where, backend, source, out, rows, width, in_place):
         x = torch.randn(rows, width, device=where.device).to(source)
         factor = torch.randn(rows, device=where.device)
+        factor[1::2] = 1.0
+        factor[2::4] = torch.nan
         expected = (x.float() * factor[:, None]).to(out)
         around = torch.full((rows + 2, width), 7.0, dtype=out, device=where.device)
         result = around[1:-1]
         if in_place:
             result.copy_(x)
         backend.scale(result if in_place else x, factor, result)
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
         assert (around[0] == 7.0).all() and (around[-1] == 7.0).all()
 
     @pytest.mark.parametrize("rows, columns, group", [(1, 1, 8), (5, 7, 2), (8, 3, 4), (3, 4, 8)])

@@ -242,9 +242,10 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
     """(loss, metrics, what the backward of the raw pair needs)."""
     divide = reduction == "mean"
     if _gradients_in_forward(c, loss, needs, reduction):
-        # The gradients are those of the mean itself, whose upstream is 1 where nothing follows. A compiled graph
-        # divides outside: there a number in num_items may change from call to call.
-        inside = divide and not torch.compiler.is_compiling()
+        # The gradients are those of the mean itself, whose upstream is 1 where nothing follows. By a number a compiled
+        # graph divides outside: it may change from call to call.
+        by_number = num_items is not None and not isinstance(num_items, Tensor)
+        inside = divide and not (by_number and torch.compiler.is_compiling())
         divide = divide and not inside
         total, weight_sum, count, correct, entropy, nll, *gradients = _loss_forward(c, loss, needs, inside, num_items)
         saved = tuple(gradients)

@@ -1,6 +1,7 @@
 """The torch.library operators: what torch.compile, autograd and CUDA graphs see of the package.
 
-    loss_forward    summed or mean loss, metrics, and the loss's gradients: dW and db in the accumulation dtype
+    loss_forward    summed or mean loss, metrics, and the loss's gradients: dX in base.saved_hidden_dtype(), dW and db
+                    in the accumulation dtype
     loss_backward   those gradients times the upstream scalar, in the parameters' dtypes
     token_forward   per-token statistics (log-probability, entropy, log-sum-exp, ...) and the kept exponentials
     token_backward  gradients for per-token upstream gradients
@@ -176,7 +177,7 @@ def _graph_is_kept() -> bool:
 
 def _loss_gradients(ctx, grad, recorded: bool) -> tuple:
     """The backward of loss_forward. recorded: by the operator. Else over the saved gradients, if nobody will ask for
-    them again."""
+    them again, as a captured backward does that is replayed."""
     if grad is None:
         return (None,) * 20
     tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
@@ -184,7 +185,8 @@ def _loss_gradients(ctx, grad, recorded: bool) -> tuple:
     if recorded:
         grads = loss_backward(grad, *saved, *parameters)
     else:
-        grads = _scaled(grad, saved, _gradient_dtypes(*parameters), in_place=not _graph_is_kept())
+        in_place = not (_graph_is_kept() or passes.capturing(grad))
+        grads = _scaled(grad, saved, _gradient_dtypes(*parameters), in_place)
     dx, dw, db = (g if n else None for g, n in zip(grads, ctx.needs))
     return (dx, dw, None, db, *(None,) * 16)
 

@@ -185,11 +185,13 @@ def _head_gradients(problem: Problem, needs: Needs, e, x, scale, weight, accumul
 
 
 class GradientSink:
-    """Accumulates dX, dW and db over chunks; the first write to an accumulator overwrites it."""
+    """Takes dX of one chunk after the other and accumulates dW and db over them; the first write to an accumulator
+    overwrites it."""
 
     def __init__(self, problem: Problem, needs: Needs, hidden: torch.Tensor, weight, bias):
         self.problem, self.needs = problem, needs
-        self.hidden, self.weight, self.bias = hidden, weight, bias  # accumulators; unused ones have no elements
+        # Output and accumulators; those that are not wanted have no elements.
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         self.weight_started = False
         self.constant = None  # sum_i d_i x_i and sum_i d_i of the rank-1 term
         self.row_sum = None
@@ -535,7 +537,8 @@ def _gradients_by_slab(p, needs, stats, c, dx, dw, db) -> None:
             dw[first:last] = total
         del head, gemm_weight  # copies, before the next slab's
     if needs.hidden and unit is not None:
-        p.backend.scale(dx_sum[: len(rows)], unit, dx_sum[: len(rows)])
+        dx_rows = dx_sum[: len(rows)]
+        p.backend.scale(dx_rows, unit, dx_rows)
     if dx_sum is not dx:
         for start, stop in p.chunks():
             rows.put(dx_sum[start:stop], dx, start, stop)

@@ -230,11 +230,13 @@ def grad_bias(e: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    """Where it rounds on a CPU, a panel at a time: torch makes a copy of its own for that."""
-    if out is source and factor.device.type == "cpu" and not factor.dim() and factor.item() == 1:
-        return
+    """Into another dtype on a CPU a panel at a time: torch makes a copy of its own for that."""
     if factor.dim():
         factor = factor.unsqueeze(1)
+    elif factor.device.type != "cpu":
+        factor = factor.reshape(1)  # with dimensions it keeps its digits beside a half-precision source
+    elif out is source and factor.item() == 1:  # what loss.backward() multiplies by; known here without waiting
+        return
     if source.dtype == out.dtype or source.device.type != "cpu":
         torch.mul(source, factor, out=out)
         return

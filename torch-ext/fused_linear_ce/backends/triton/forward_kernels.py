@@ -157,18 +157,19 @@ def combine_kernel(
     STORE: every tile used the same reference, sums just add up, and scale = exp(c - lse) = 1 / sum exp(z - c). A row
     whose maximum lies more than `limit` from c is marked and gets its maximum as new reference. With `repair` not 0
     the rows that were marked are done again, and no others; none is marked then, with a limit of infinity.
-    Otherwise each tile used its own maximum and is rescaled to the row's.
+    Without STORE each tile used its own maximum and is rescaled to the row's; there is no repair.
     """
     reference, target_z, target_beaten, marked, any_marked = row_scratch(scratch, R)
     tile_max, tile_sum, tile_dot, tile_squares, tile_shifted, tile_weight = tile_partials(
         partials, plane, ENTROPY, SQUARES, SHIFTED
     )
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = rows < R
+    live = rows < R  # the mask of all loads: one that depends on what is loaded would make them narrow
+    written = live
     if STORE:
         if tl.where(repair != 0, tl.load(any_marked), 1.0) == 0.0:
             return
-        live = live & (tl.where(repair != 0, tl.load(marked + rows, mask=live, other=0.0), 1.0) > 0.0)
+        written = live & (tl.where(repair != 0, tl.load(marked + rows, mask=live, other=0.0), 1.0) > 0.0)
     y = tl.load(targets + rows, mask=live, other=-1)
     target_tile = y // COLUMNS
     tiles = tl.arange(0, TILES)
@@ -228,8 +229,8 @@ def combine_kernel(
     if SHIFTED and STORE:
         shifted += weight * above
     if STORE:
-        over = live & (tl.abs(m - c) > limit) & (m > float("-inf"))
-        tl.store(marked + rows, over.to(tl.float32), mask=live)
+        over = written & (tl.abs(m - c) > limit) & (m > float("-inf"))
+        tl.store(marked + rows, over.to(tl.float32), mask=written)
         tl.store(reference + rows, m, mask=over)
         if tl.max(over.to(tl.int32), 0) > 0:
             tl.store(any_marked, 1.0)
@@ -239,18 +240,18 @@ def combine_kernel(
     # No class, and a row of -inf only: NaN, as the softmax of such a row is.
     log_sum = tl.where((y < 0) | (m == float("-inf")), float("nan"), log_sum)
     poison = log_sum - log_sum
-    tl.store(out_max + rows, m, mask=live)
-    tl.store(out_log_sum + rows, log_sum, mask=live)
-    tl.store(out_target + rows, z_y - m, mask=live)
+    tl.store(out_max + rows, m, mask=written)
+    tl.store(out_log_sum + rows, log_sum, mask=written)
+    tl.store(out_target + rows, z_y - m, mask=written)
     if STORE:
-        tl.store(out_scale + rows, 1.0 / total + poison, mask=live)
+        tl.store(out_scale + rows, 1.0 / total + poison, mask=written)
     if ENTROPY:
-        tl.store(out_entropy + rows, log_total - dot / total + poison, mask=live)
+        tl.store(out_entropy + rows, log_total - dot / total + poison, mask=written)
     if SQUARES:
-        tl.store(out_squares + rows, tl.log(squares) - 2.0 * log_total + poison, mask=live)
+        tl.store(out_squares + rows, tl.log(squares) - 2.0 * log_total + poison, mask=written)
     if SHIFTED:
-        tl.store(out_sum_log_probs + rows, shifted - weight * log_sum + poison, mask=live)
+        tl.store(out_sum_log_probs + rows, shifted - weight * log_sum + poison, mask=written)
     if TOP1:
         beaten = tl.load(target_beaten + rows, mask=live, other=1.0)
         top1 = (z_y == m) & (earlier < z_y) & (beaten == 0.0) & (log_sum == log_sum)
-        tl.store(out_top1 + rows, top1.to(tl.int8), mask=live)
+        tl.store(out_top1 + rows, top1.to(tl.int8), mask=written)

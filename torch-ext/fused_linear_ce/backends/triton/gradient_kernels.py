@@ -134,7 +134,7 @@ def column_sum_kernel(e, scale, out, R, V, stride_er, ROWS: tl.constexpr, COLUMN
 def scale_kernel(source, factor, out, width, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
     """out = factor * source, rounded once to out's dtype: (rows, width), a factor a row. IN_PLACE: out is source, and
     rows whose factor is 1 are left alone."""
-    blocks = tl.cdiv(width, BLOCK)
+    blocks = (width - 1) // BLOCK + 1  # cdiv(), of a width that may be close to 2^31
     row = (tl.program_id(0) // blocks).to(tl.int64)
     scale = tl.load(factor + row).to(tl.float32)
     if IN_PLACE:
