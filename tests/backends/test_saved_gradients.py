@@ -1,6 +1,8 @@
 """A scalar loss's gradients between the forward that makes them and the backward that scales them: their dtypes, how
 often they are rounded, and what is written over."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -25,12 +27,12 @@ def sizes(request, device, interpreted_bf16, kernel, monkeypatch) -> tuple:
     if "gpu" in request.param:
         return device, 1100, 2056, 256
     if request.param == "torch":
-        return "cpu", 130, 90, 24
+        return "cpu", 130, 90, 256
     pytest.importorskip("triton")
     if device != "cpu":
         pytest.skip("this machine has a GPU, so Triton compiles the kernels for it")
     request.getfixturevalue("forced")
-    return "cpu", 40, 90, 24
+    return "cpu", 40, 90, 256
 
 
 def make(sizes, dtype) -> oracle.Inputs:
@@ -53,6 +55,15 @@ def test_dtypes(kernel, sizes, dtype):
     _, _, saved = kernel.fused_linear_cross_entropy_forward(*inputs.positional(), workspace=workspace)
     accumulated = FP64 if dtype == FP64 else FP32
     assert [t.dtype for t in saved[-3:]] == [BF16 if dtype == BF16 else accumulated, accumulated, accumulated]
+
+
+def test_narrow_rows_are_rounded_once(kernel, sizes):
+    """Of a few elements the second rounding may add to the first one, beyond the bound."""
+    for seed in range(20):
+        inputs = oracle.make_inputs(sizes[0], BF16, (1,), 64, 16, ignored=0.0, seed=seed)
+        grads = gradients(kernel, inputs, 0.7)
+        expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(0.7, dtype=FP64))
+        oracle.check_gradients(oracle.Outcome(None, None, grads), expected, oracle.gradient_tolerance(BF16))
 
 
 @pytest.mark.parametrize("upstream", [0.25, -8.0, 2.0**-30])
@@ -110,6 +121,68 @@ def test_written_over_only_where_nobody_asks_again(kernel, sizes, dtype, upstrea
             oracle.assert_same_bits(tensor, copy)
         scaled = copy.float() * torch.tensor(upstream, device=copy.device)
         oracle.assert_same_bits(grad, scaled.to(dtype))
+
+
+def retried(kernel, inputs, fail) -> tuple:
+    """(gradients, right ones) of a backward whose first try fails."""
+    leaves = inputs.leaves()
+    workspace = oracle.workspace_for(kernel, "forward", inputs)
+    loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
+    upstream = torch.full_like(loss, 0.7)
+    expected = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+    with pytest.raises(torch.OutOfMemoryError), fail(loss):
+        torch.autograd.grad(loss, leaves, upstream)
+    return torch.autograd.grad(loss, leaves, upstream), expected
+
+
+def test_a_backward_can_run_again_after_memory_ran_out(kernel, sizes, monkeypatch):
+    @contextlib.contextmanager
+    def no_memory(loss):
+        def empty_like(*args, **options):
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", empty_like)
+            yield
+
+    for grad, right in zip(*retried(kernel, make(sizes, BF16), no_memory)):
+        oracle.assert_same_bits(grad, right)
+
+
+def test_a_backward_that_failed_too_late_says_so(kernel, sizes):
+    """Autograd would let it run again, over gradients that are scaled."""
+
+    @contextlib.contextmanager
+    def late(loss):
+        def hook(*about):
+            raise torch.OutOfMemoryError("no memory")
+
+        handle = loss.grad_fn.register_hook(hook)
+        yield
+        handle.remove()
+
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        retried(kernel, make(sizes, BF16), late)
+
+
+def test_what_a_hook_unpacks_is_not_written_to(kernel, sizes):
+    inputs = make(sizes, FP32)
+    leaves = inputs.leaves()
+    store = []
+
+    def pack(tensor):
+        store.append(tensor.clone())
+        return len(store) - 1
+
+    workspace = oracle.workspace_for(kernel, "forward", inputs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: store[index]):
+        loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
+    before = [t.clone() for t in store]
+    grads = torch.autograd.grad(loss, leaves, torch.full_like(loss, 0.5))
+    for tensor, copy in zip(store, before):
+        oracle.assert_same_bits(tensor, copy)
+    for grad, copy in zip(grads, before):
+        torch.testing.assert_close(grad, copy * 0.5, rtol=1e-6, atol=0)
 
 
 def test_a_compiled_mean_divides_in_the_forward(kernel, sizes):

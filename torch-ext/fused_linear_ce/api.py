@@ -195,9 +195,10 @@ def fused_linear_cross_entropy(
                         + z_loss * lse ** 2)
 
     that is, ``torch.nn.functional.cross_entropy`` plus PaLM's z-loss (arXiv 2204.02311), with lse = logsumexp(z).
-    Gradients are exact: they accumulate in float32 and are rounded once (a bfloat16 hidden's, which the forward makes,
-    a second time where the upstream gradient is not a power of two). After Cut Your Losses (arXiv 2411.09009), which
-    never stores the logits, and Liger Kernel (arXiv 2410.10989), which makes the gradients in the forward pass.
+    Gradients are exact: they accumulate in float32 and are rounded once (that of a bfloat16 hidden with H >= 256,
+    which the forward makes, a second time where the upstream gradient is not a power of two). After Cut Your Losses
+    (arXiv 2411.09009), which never stores the logits, and Liger Kernel (arXiv 2410.10989), which makes the gradients
+    in the forward pass.
 
     Args:
         hidden: (..., H), float32, bfloat16, float16 or float64; any strides.

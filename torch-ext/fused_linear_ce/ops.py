@@ -94,10 +94,11 @@ def _(
     def scalar(wanted):
         return () if wanted else (0,)
 
+    dx_dtype = saved_hidden_dtype(hidden.dtype, compute_dtype, hidden.shape[1])
     return (
         new(), new(*scalar(class_weight is not None)), new(dtype=torch.int64),
         new(*scalar(metrics), dtype=torch.int64), new(*scalar(metrics)), new(*scalar(metrics)),
-        new(*hidden.shape if needs_hidden else (0,), dtype=saved_hidden_dtype(hidden.dtype, compute_dtype)),
+        new(*hidden.shape if needs_hidden else (0,), dtype=dx_dtype),
         new(*weight.shape) if needs_weight else new(0),
         new(weight.shape[0]) if needs_bias else new(0),
     )  # fmt: skip
@@ -117,22 +118,26 @@ def _loss_backward(
     The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
     which has none, and does not pass for zero.
     """
-    return _scaled(grad, (grad_hidden, grad_weight, grad_bias), _gradient_dtypes(hidden, weight, bias), False)
+    gradients = (grad_hidden, grad_weight, grad_bias)
+    outs = tuple(map(_like, gradients, _gradient_dtypes(hidden, weight, bias)))
+    _scale(grad, gradients, outs)
+    return outs
 
 
-def _scaled(grad: Tensor, gradients: tuple, dtypes: tuple, in_place: bool) -> tuple:
-    """Each gradient times the scalar `grad`, in its dtype; in_place: over what has it already."""
+def _like(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, to be filled by _scale(); zeros already if so is the gradient."""
+    if gradient.is_contiguous():
+        return torch.empty_like(gradient, dtype=dtype)
+    return torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)  # without storage: no token was valid
+
+
+def _scale(grad: Tensor, gradients: tuple, outs: tuple) -> None:
+    """outs = the gradients times the scalar `grad`."""
     grad = passes.resolved(grad)
     backend = backends.load(backends.choose(grad.device, grad.dtype == torch.float64))
-
-    def scaled(saved: Tensor, dtype: torch.dtype) -> Tensor:
-        if not saved.is_contiguous():  # zeros without storage: no token was valid
-            return torch.zeros(saved.shape, dtype=dtype, device=saved.device)
-        out = saved if in_place and saved.dtype == dtype else torch.empty_like(saved, dtype=dtype)
-        backend.scale(saved, grad, out)
-        return out
-
-    return tuple(map(scaled, gradients, dtypes))
+    for gradient, out in zip(gradients, outs):
+        if gradient.is_contiguous():
+            backend.scale(gradient, grad, out)
 
 
 def _gradient_dtypes(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple:
@@ -176,19 +181,34 @@ def _graph_is_kept() -> bool:
 
 
 def _loss_gradients(ctx, grad, recorded: bool) -> tuple:
-    """The backward of loss_forward. recorded: by the operator. Else over the saved gradients, if nobody will ask for
-    them again, as a captured backward does that is replayed."""
+    """The backward of loss_forward. recorded: by the operator."""
     if grad is None:
         return (None,) * 20
+    if getattr(ctx, "scaled", False):
+        raise RuntimeError("a backward of this loss failed after it had scaled the gradients: run the forward again")
     tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
     saved, parameters = tensors[:3], tensors[3:]
     if recorded:
         grads = loss_backward(grad, *saved, *parameters)
     else:
-        in_place = not (_graph_is_kept() or passes.capturing(grad))
-        grads = _scaled(grad, saved, _gradient_dtypes(*parameters), in_place)
+        grads = _direct_loss_gradients(ctx, grad, saved, _gradient_dtypes(*parameters))
     dx, dw, db = (g if n else None for g, n in zip(grads, ctx.needs))
     return (dx, dw, None, db, *(None,) * 16)
+
+
+def _direct_loss_gradients(ctx, grad: Tensor, saved: tuple, dtypes: tuple) -> tuple:
+    """Over the saved gradients that have their dtype, unless they are asked for again: in another backward, or where a
+    captured one is replayed. What a hook on saved tensors puts in their place is not written to."""
+    again = _graph_is_kept() or passes.capturing(grad)
+
+    def output(gradient: Tensor, dtype: torch.dtype, place: int) -> Tensor:
+        ours = gradient.dtype == dtype and gradient.is_contiguous() and gradient.data_ptr() == place
+        return gradient if ours and not again else _like(gradient, dtype)
+
+    outs = tuple(map(output, saved, dtypes, ctx.places))  # all of them before anything is written: memory can run out
+    ctx.scaled = any(out is gradient for out, gradient in zip(outs, saved))
+    _scale(grad, saved, outs)
+    return outs
 
 
 def _loss_autograd(ctx, grad, *_):
@@ -205,6 +225,7 @@ class _LossForward(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = _loss_forward(*inputs)
         _loss_setup(ctx, inputs, output)
+        ctx.places = tuple(gradient.data_ptr() for gradient in output[6:])
         return output
 
     @staticmethod

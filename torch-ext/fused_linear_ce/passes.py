@@ -312,7 +312,7 @@ def loss_and_gradients(
         shape, zero = (shape, zero) if wanted else ((0,), False)
         return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
 
-    dx_dtype = saved_hidden_dtype(p.hidden.dtype, p.compute_dtype)
+    dx_dtype = saved_hidden_dtype(p.hidden.dtype, p.compute_dtype, hidden_size)
     sink = GradientSink(
         p,
         needs,

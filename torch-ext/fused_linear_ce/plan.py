@@ -141,7 +141,8 @@ class Call:
         kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
         self.default_kept = DEFAULT_CHUNK.get(device_type, kept)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
-        self.saved_hidden_row = hidden_size * saved_hidden_dtype(hidden_dtype, dtype).itemsize if needs.hidden else 0
+        saved = saved_hidden_dtype(hidden_dtype, dtype, hidden_size)
+        self.saved_hidden_row = hidden_size * saved.itemsize if needs.hidden else 0
         fast_gemms = device_type not in DEFAULT_CHUNK and dtype.itemsize < 4
         self.least_rows = LEAST_ROWS_ACCELERATOR if fast_gemms and self.saved_weight > CACHED else MIN_ROWS
         # With outputs in the accumulation dtype the output is its own accumulator.
