@@ -93,12 +93,18 @@ def read(results: Path) -> list[Group]:
 
 
 def _recency(runs: list[dict]):
-    """The order of the runs: by their commits' last dates, and of one commit those last that were timed for longest: a
-    run that compares values times little."""
+    """The order of the runs: first those without this kernel's default, whose other workspaces stand beside another
+    run's; then by their commits' last dates, and of one commit those last that were timed for longest: a run that
+    compares values times little."""
     last: dict[str, str] = {}
     for r in runs:
         last[r["commit"]] = max(r["date"], last.get(r["commit"], ""))
-    return lambda r: (last[r["commit"]], r["settings"]["budget_s"], r["date"])
+
+    def order(run: dict) -> tuple:
+        default = any("ours" in case["results"] for case in run["cases"])
+        return default, last[run["commit"]], run["settings"]["budget_s"], run["date"]
+
+    return order
 
 
 def _kept(case: dict, run: dict) -> dict:

@@ -459,9 +459,9 @@ def kind_of(plan) -> str:
 
 
 @functools.cache
-def _workspaces(kernel, sizes, dtype, device_type, needs, upstream, row_scaled) -> dict[str, int]:
+def _workspaces(kernel, sizes, dtype, device_type, backend, needs, upstream, row_scaled) -> dict[str, int]:
     """{kind: workspace}: the smallest workspace of every kind of plan that there is, but for slabs the largest with
-    several slabs and chunks."""
+    several slabs and chunks. backend: the one that plans are for; a test may have chosen another than the device's."""
 
     def plan(workspace):
         return kernel.plan(
@@ -490,7 +490,8 @@ def workspaces(kernel, inputs: Inputs, *, upstream="scalar", row_scaled=True, ne
     """A workspace for every way (of PLANS) in which such a call can run."""
     needs = (needs[0], needs[1], needs[2] and inputs.bias is not None)
     sizes, device = inputs.sizes, inputs.hidden.device.type
-    return _workspaces(kernel, sizes, inputs.hidden.dtype, device, needs, upstream, row_scaled)
+    backend = plan_of(kernel, inputs).backend
+    return _workspaces(kernel, sizes, inputs.hidden.dtype, device, backend, needs, upstream, row_scaled)
 
 
 def workspace_for(kernel, kind: str, inputs: Inputs, **how) -> int | None:

@@ -325,6 +325,23 @@ def test_the_newest_run_of_a_shape_is_shown(measured, readme, tmp_path):
     assert group.cases["40x80x16"]["run"]["commit"] != "newer"
 
 
+def test_a_run_of_other_workspaces_alone_stands_beside_an_older_one(measured, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    data = json.loads(measured.read_text())
+    (results / "a.json").write_text(json.dumps(data))
+    shape, commit = data["cases"][0]["shape"], data["commit"]
+    data["date"], data["commit"] = "2999-01-01T00:00:00Z", "newer"
+    for case in data["cases"]:
+        ours = case["results"].pop("ours")
+        case["results"]["ours@9MiB"] = ours
+    (results / "b.json").write_text(json.dumps(data))
+    (group,) = report.read(results)
+    assert group.cases[shape]["run"]["commit"] == commit
+    assert group.result(shape, "ours")["status"] == "ok"
+    assert group.result(shape, "ours@9MiB")["run"]["commit"] == "newer"
+
+
 def test_of_one_commits_runs_the_one_that_was_timed_for_longest_is_shown(measured, tmp_path):
     """A run that compares values times little, and may come last."""
     results = tmp_path / "results"
