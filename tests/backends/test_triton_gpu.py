@@ -43,7 +43,7 @@ class TestOnlyOnAGpu:
         inputs = dataclasses.replace(inputs, hidden=hidden, targets=targets)
         workspace = None
         if rows_at_once:
-            workspace = (2 * 2600 + 4 * 777) * 136 + rows_at_once * (3 * 777 + 8 * 136)
+            workspace = (2600 + 777) * 136 * 4 + rows_at_once * (3 * 777 + 8 * 136)
             assert 128 <= oracle.plan_of(forced, inputs, workspace).chunk_rows <= 512
         outcome = oracle.run(forced, inputs, return_metrics=True, workspace=workspace)
         expected = oracle.reference(hidden.nan_to_num(), inputs.weight, targets, inputs.bias)
@@ -57,7 +57,7 @@ class TestOnlyOnAGpu:
 
         def call(tokens):
             inputs = oracle.make_inputs(device, BF16, (tokens,), 1000, 64)
-            workspace = (2 * tokens + 4 * 1000) * 64 + 700 * (3 * 1000 + 8 * 64)  # chunks of some 600 rows
+            workspace = (tokens + 1000) * 64 * 4 + 700 * (3 * 1000 + 8 * 64)  # chunks of some 600 rows
             forced.fused_linear_cross_entropy(*inputs.leaves()[:2], inputs.targets, workspace=workspace).backward()
             forced.fused_linear_cross_entropy(*inputs.leaves()[:2], inputs.targets, reduction="none").sum().backward()
             with torch.no_grad():
