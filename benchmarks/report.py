@@ -265,7 +265,7 @@ def summary_table(groups: list[Group]) -> list[str]:
     """The other scenarios of a device in one table: this kernel, and the fastest peer beside it."""
     shapes = sorted({s for g in groups for s in g.cases}, key=_shape_order)
     peers = any(not n.startswith("ours") for g in groups for n in g.contenders)
-    head = "x floor, ours (fastest peer)" if peers else "x floor, ours"
+    head = "x floor, ours (fastest peer timed)" if peers else "x floor, ours"
     lines = [_row([head, *shapes, "commit"]), _row(["---"] * (len(shapes) + 2))]
     for g in groups:
         cells = []

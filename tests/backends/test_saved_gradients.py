@@ -49,21 +49,11 @@ def gradients(kernel, inputs, upstream: float, **options) -> tuple:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 def test_dtypes(kernel, sizes, dtype):
-    """dW and db are sums over chunks; dX is not, so it is kept as it will be returned where that has fp32's range."""
     inputs = make(sizes, dtype)
     workspace = oracle.workspace_for(kernel, "forward", inputs)
     _, _, saved = kernel.fused_linear_cross_entropy_forward(*inputs.positional(), workspace=workspace)
     accumulated = FP64 if dtype == FP64 else FP32
-    assert [t.dtype for t in saved[-3:]] == [BF16 if dtype == BF16 else accumulated, accumulated, accumulated]
-
-
-def test_narrow_rows_are_rounded_once(kernel, sizes):
-    """Of a few elements the second rounding may add to the first one, beyond the bound."""
-    for seed in range(20):
-        inputs = oracle.make_inputs(sizes[0], BF16, (1,), 64, 16, ignored=0.0, seed=seed)
-        grads = gradients(kernel, inputs, 0.7)
-        expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(0.7, dtype=FP64))
-        oracle.check_gradients(oracle.Outcome(None, None, grads), expected, oracle.gradient_tolerance(BF16))
+    assert {t.dtype for t in saved[-3:]} == {accumulated}
 
 
 @pytest.mark.parametrize("upstream", [0.25, -8.0, 2.0**-30])
@@ -73,15 +63,16 @@ def test_a_power_of_two_leaves_every_digit_alone(kernel, sizes, upstream):
         oracle.assert_same_bits(scaled, plain * upstream)
 
 
-@pytest.mark.parametrize("upstream", [1.0, 0.7, -3.0, 1e3])
+@pytest.mark.parametrize("upstream", [1.0, 0.7, -3.0, 1.001, 0.9975, 1e3])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_errors_by_upstream(kernel, sizes, dtype, upstream):
-    """Of bf16 dX is rounded twice by the others than 1: within the bound all the same, and up as often as down (were
-    the second rounding a cut, the mean would be off by 2e-3)."""
+    """All are those of one rounding, up as often as down. A second one would make nothing of a factor of 1.001, and
+    0.4 % of 0.9975."""
     inputs = make(sizes, dtype)
     grads = gradients(kernel, inputs, upstream)
     expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(upstream, dtype=FP64))
     oracle.check_gradients(oracle.Outcome(None, None, grads), expected, oracle.gradient_tolerance(dtype))
+    assert oracle.relative_error(grads[0], expected.grads[0]) < 2e-3
     assert abs(oracle.mean_signed_error(grads[0], expected.grads[0])) < 5e-4
 
 
@@ -123,46 +114,45 @@ def test_written_over_only_where_nobody_asks_again(kernel, sizes, dtype, upstrea
         oracle.assert_same_bits(grad, scaled.to(dtype))
 
 
-def retried(kernel, inputs, fail) -> tuple:
-    """(gradients, right ones) of a backward whose first try fails."""
-    leaves = inputs.leaves()
-    workspace = oracle.workspace_for(kernel, "forward", inputs)
-    loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
+@contextlib.contextmanager
+def failing(monkeypatch, loss, late: bool):
+    """Memory runs out before anything is written, or something raises when all is done."""
+
+    def fail(*args, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        hook = loss.grad_fn.register_hook(fail) if late else None
+        if not late:
+            patch.setattr(torch, "empty_like", fail)
+        yield
+    if late:
+        hook.remove()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_backward_that_failed_is_right_the_next_time_or_refused(kernel, sizes, monkeypatch, late):
+    """Autograd lets it run again, over the gradients that it may have scaled. Under autocast that of the fp32 weight
+    is scaled where it is, and that of the bf16 hidden states is made."""
+    inputs = make(sizes, BF16)
+    leaves = inputs.replace(weight=inputs.weight.float(), bias=inputs.bias.float()).leaves()
+    # enough for a copy of the weight, too little for all exponentials
+    workspace = oracle.workspace_for(kernel, "forward", inputs) + inputs.weight.numel() * 2
+    with torch.autocast(sizes[0], BF16):
+        loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
     upstream = torch.full_like(loss, 0.7)
     expected = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
-    with pytest.raises(torch.OutOfMemoryError), fail(loss):
+    with pytest.raises(torch.OutOfMemoryError), failing(monkeypatch, loss, late):
         torch.autograd.grad(loss, leaves, upstream)
-    return torch.autograd.grad(loss, leaves, upstream), expected
-
-
-def test_a_backward_can_run_again_after_memory_ran_out(kernel, sizes, monkeypatch):
-    @contextlib.contextmanager
-    def no_memory(loss):
-        def empty_like(*args, **options):
-            raise torch.OutOfMemoryError("no memory")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty_like", empty_like)
-            yield
-
-    for grad, right in zip(*retried(kernel, make(sizes, BF16), no_memory)):
+    if late:
+        # The first of the two is torch's own, where torch did the scaling.
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|run the forward again"):
+            torch.autograd.grad(loss, leaves, upstream)
+        return
+    for grad, right in zip(torch.autograd.grad(loss, leaves, upstream), expected):
         oracle.assert_same_bits(grad, right)
-
-
-def test_a_backward_that_failed_too_late_says_so(kernel, sizes):
-    """Autograd would let it run again, over gradients that are scaled."""
-
-    @contextlib.contextmanager
-    def late(loss):
-        def hook(*about):
-            raise torch.OutOfMemoryError("no memory")
-
-        handle = loss.grad_fn.register_hook(hook)
-        yield
-        handle.remove()
-
-    with pytest.raises(RuntimeError, match="run the forward again"):
-        retried(kernel, make(sizes, BF16), late)
+    with pytest.raises(RuntimeError, match="a second time"):  # torch's own
+        torch.autograd.grad(loss, leaves, upstream)
 
 
 def test_what_a_hook_unpacks_is_not_written_to(kernel, sizes):
@@ -183,20 +173,3 @@ def test_what_a_hook_unpacks_is_not_written_to(kernel, sizes):
         oracle.assert_same_bits(tensor, copy)
     for grad, copy in zip(grads, before):
         torch.testing.assert_close(grad, copy * 0.5, rtol=1e-6, atol=0)
-
-
-def test_a_compiled_mean_divides_in_the_forward(kernel, sizes):
-    """As an eager one: its gradients are those of the mean itself, and no division rounds a bf16 dX again."""
-    inputs = make(sizes, BF16)
-    workspace = oracle.workspace_for(kernel, "forward", inputs)
-    items = torch.tensor(37.0, device=inputs.hidden.device)
-
-    def loss(hidden, weight, bias):
-        return kernel.fused_linear_cross_entropy(
-            hidden, weight, inputs.targets, bias, num_items=items, workspace=workspace
-        )
-
-    leaves = inputs.leaves()
-    eager = torch.autograd.grad(loss(*leaves), leaves)
-    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
-    oracle.assert_same_bits(compiled[0], eager[0])

@@ -195,8 +195,7 @@ def fused_linear_cross_entropy(
                         + z_loss * lse ** 2)
 
     that is, ``torch.nn.functional.cross_entropy`` plus PaLM's z-loss (arXiv 2204.02311), with lse = logsumexp(z).
-    Gradients are exact: they accumulate in float32 and are rounded once (that of a bfloat16 hidden with H >= 256,
-    which the forward makes, a second time where the upstream gradient is not a power of two). After Cut Your Losses
+    Gradients are exact: those of hidden and weight accumulate in float32 and are rounded once. After Cut Your Losses
     (arXiv 2411.09009), which never stores the logits, and Liger Kernel (arXiv 2410.10989), which makes the gradients
     in the forward pass.
 
@@ -243,10 +242,9 @@ def _reduce(c: _Checked, loss: _Loss, needs: Needs, reduction: str, num_items):
     """(loss, metrics, what the backward of the raw pair needs)."""
     divide = reduction == "mean"
     if _gradients_in_forward(c, loss, needs, reduction):
-        # The gradients are those of the mean itself, whose upstream is 1 where nothing follows. By a number a compiled
-        # graph divides outside: it may change from call to call.
-        by_number = num_items is not None and not isinstance(num_items, Tensor)
-        inside = divide and not (by_number and torch.compiler.is_compiling())
+        # The gradients are those of the mean itself, whose upstream is 1 where nothing follows. A compiled graph
+        # divides outside: there a number in num_items may change from call to call.
+        inside = divide and not torch.compiler.is_compiling()
         divide = divide and not inside
         total, weight_sum, count, correct, entropy, nll, *gradients = _loss_forward(c, loss, needs, inside, num_items)
         saved = tuple(gradients)

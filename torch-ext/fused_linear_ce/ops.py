@@ -1,8 +1,7 @@
 """The torch.library operators: what torch.compile, autograd and CUDA graphs see of the package.
 
-    loss_forward    summed or mean loss, metrics, and the loss's gradients: dX in base.saved_hidden_dtype(), dW and db
-                    in the accumulation dtype
-    loss_backward   those gradients times the upstream scalar, in the parameters' dtypes
+    loss_forward    summed or mean loss, metrics, and the loss's gradients in the accumulation dtype
+    loss_backward   those gradients times the upstream scalar, rounded once to the parameters' dtypes
     token_forward   per-token statistics (log-probability, entropy, log-sum-exp, ...) and the kept exponentials
     token_backward  gradients for per-token upstream gradients
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from . import backends, passes
 from ._ops import add_op_namespace_prefix
-from .backends.base import Head, Wants, accumulation_dtype, saved_hidden_dtype
+from .backends.base import Head, Wants, accumulation_dtype
 from .loss import LossOptions, Upstream
 from .plan import Call, Needs, known_call
 
@@ -94,11 +93,10 @@ def _(
     def scalar(wanted):
         return () if wanted else (0,)
 
-    dx_dtype = saved_hidden_dtype(hidden.dtype, compute_dtype, hidden.shape[1])
     return (
         new(), new(*scalar(class_weight is not None)), new(dtype=torch.int64),
         new(*scalar(metrics), dtype=torch.int64), new(*scalar(metrics)), new(*scalar(metrics)),
-        new(*hidden.shape if needs_hidden else (0,), dtype=dx_dtype),
+        new(*hidden.shape) if needs_hidden else new(0),
         new(*weight.shape) if needs_weight else new(0),
         new(weight.shape[0]) if needs_bias else new(0),
     )  # fmt: skip
@@ -113,7 +111,7 @@ def _loss_backward(
     weight: Tensor,
     bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place.
+    """Each saved gradient times the scalar `grad`, in its parameter's dtype; out of place, rounded once.
 
     The parameters' values are not read. They are arguments so that a second derivative finds its way to this operator,
     which has none, and does not pass for zero.
@@ -184,9 +182,9 @@ def _loss_gradients(ctx, grad, recorded: bool) -> tuple:
     """The backward of loss_forward. recorded: by the operator."""
     if grad is None:
         return (None,) * 20
+    tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
     if getattr(ctx, "scaled", False):
         raise RuntimeError("a backward of this loss failed after it had scaled the gradients: run the forward again")
-    tensors = ctx.saved_tensors  # once: activation checkpointing allows no second look
     saved, parameters = tensors[:3], tensors[3:]
     if recorded:
         grads = loss_backward(grad, *saved, *parameters)

@@ -6,15 +6,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from . import backends, validation
-from .backends.base import (
-    Head,
-    Stats,
-    Wants,
-    accumulation_dtype,
-    lost_by_rounding,
-    saved_hidden_dtype,
-    target_chain,
-)
+from .backends.base import Head, Stats, Wants, accumulation_dtype, lost_by_rounding, target_chain
 from .loss import (
     Coefficients,
     LossOptions,
@@ -265,8 +257,7 @@ def row_scaled(c: Coefficients, softcap: Optional[float]) -> bool:
 
 
 class LossResult(NamedTuple):
-    """Over the rows that count; gradients of the loss, 0-element where not wanted; in the accumulation dtype, but for
-    saved_hidden_dtype()."""
+    """Over the rows that count; gradients of the loss in the accumulation dtype; 0-element where not wanted."""
 
     loss: torch.Tensor  # summed, or the mean
     weight_sum: torch.Tensor  # sum of class_weight[target]; 0-element where there are no class weights
@@ -308,15 +299,14 @@ def loss_and_gradients(
     token_weight = None if token_weight is None else rows.take(token_weight).to(acc)
     target_weight = _target_weight(p.head.class_weight, rows, acc)
 
-    def output(wanted: bool, *shape: int, zero: bool, dtype: torch.dtype = acc):
+    def output(wanted: bool, *shape: int, zero: bool):
         shape, zero = (shape, zero) if wanted else ((0,), False)
-        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
+        return (torch.zeros if zero else torch.empty)(shape, dtype=acc, device=device)
 
-    dx_dtype = saved_hidden_dtype(p.hidden.dtype, p.compute_dtype, hidden_size)
     sink = GradientSink(
         p,
         needs,
-        output(needs.hidden, n_tokens, hidden_size, zero=rows.index is not None, dtype=dx_dtype),
+        output(needs.hidden, n_tokens, hidden_size, zero=rows.index is not None),
         _zeros_without_storage(acc, device, vocab, hidden_size)
         if needs.weight and len(rows) == 0 and not dense
         else output(needs.weight, vocab, hidden_size, zero=len(rows) == 0),

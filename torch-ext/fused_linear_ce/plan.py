@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 
 from . import backends, validation
-from .backends.base import UPCAST_BYTES, accumulation_dtype, saved_hidden_dtype
+from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # What lives at once when `workspace` is None. On an accelerator the E of 4096 rows, or of more where that is not yet
@@ -141,13 +141,12 @@ class Call:
         kept = min(DEFAULT_KEPT_CHUNKS * by_rows, DEFAULT_KEPT_ACCELERATOR)
         self.default_kept = DEFAULT_CHUNK.get(device_type, kept)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
-        saved = saved_hidden_dtype(hidden_dtype, dtype, hidden_size)
-        self.saved_hidden_row = hidden_size * saved.itemsize if needs.hidden else 0
+        self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
         fast_gemms = device_type not in DEFAULT_CHUNK and dtype.itemsize < 4
         self.least_rows = LEAST_ROWS_ACCELERATOR if fast_gemms and self.saved_weight > CACHED else MIN_ROWS
         # With outputs in the accumulation dtype the output is its own accumulator.
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
-        self.acc_hidden_row = hidden_size * acc.itemsize if needs.hidden and hidden_dtype != acc else 0
+        self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
         # Whether a GEMM can leave dW in its own dtype.
         rounds_weight = weight_dtype in (acc, exps)
         self.unsplit_weight = (

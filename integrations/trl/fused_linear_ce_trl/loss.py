@@ -66,7 +66,7 @@ def cut_cross_entropy_loss(
     """
     sums = loss_sums(
         load_kernel(), hidden_states, lm_head_weight, lm_head_bias, labels, shift_labels, logit_scale,
-        final_logit_softcapping, num_items_in_batch,
+        final_logit_softcapping,
     )  # fmt: skip
     return mean_loss(sums, num_items_in_batch), sums.num_correct, sums.entropy, sums.num_valid
 
@@ -80,14 +80,8 @@ def loss_sums(
     shift_labels: torch.Tensor | None,
     logit_scale: float,
     softcap: float | None,
-    num_items: torch.Tensor | int | None = None,
 ) -> Sums:
-    """The sums of one batch; the tensors are those of cut_cross_entropy_loss.
-
-    num_items: what the caller is going to divide `nll` by; None stands for the tokens that count. The kernel makes the
-    gradients in its forward: of the mean over num_items, that is, which is then multiplied by them. So what they are
-    scaled by in the backward is 1, and rounds a bf16 gradient of the hidden states no second time.
-    """
+    """The sums of one batch; the tensors are those of cut_cross_entropy_loss."""
     if labels is None and shift_labels is None:
         raise ValueError("At least one of `labels` or `shift_labels` must be provided.")
     if shift_labels is None:
@@ -97,28 +91,21 @@ def loss_sums(
     weight, bias = _whole(weight), _whole(bias)
     # With the model on several devices the backbone can end on another one than the head's.
     hidden, targets = hidden.to(weight.device), targets.to(weight.device)
-    items = None if num_items is None else _at_least_one(num_items, weight.device)
     if hasattr(weight, "ds_id"):
         with gather_zero3(weight, bias):
-            mean, correct, entropy, count = _Zero3Loss.apply(
-                kernel, hidden, weight, bias, targets, logit_scale, softcap, items,
-                workspace(kernel, hidden, weight, bias),
-            )  # fmt: skip
+            nll, correct, entropy, count = _Zero3Loss.apply(
+                kernel, hidden, weight, bias, targets, logit_scale, softcap, workspace(kernel, hidden, weight, bias)
+            )
     else:
         if not torch.is_autocast_enabled(hidden.device.type):
             # e.g. a head that PEFT keeps in float32 on a bfloat16 model
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
-        mean, metrics = kernel.fused_linear_cross_entropy(
-            hidden, weight, targets, bias, IGNORE_INDEX, logit_scale, softcap, "mean", return_metrics=True,
-            num_items=items, workspace=workspace(kernel, hidden, weight, bias),
+        nll, metrics = kernel.fused_linear_cross_entropy(
+            hidden, weight, targets, bias, IGNORE_INDEX, logit_scale, softcap, "sum", return_metrics=True,
+            workspace=workspace(kernel, hidden, weight, bias),
         )  # fmt: skip
         correct, entropy, count = _counts(metrics)
-    nll = mean.float() * (count.clamp(min=1) if items is None else items)
-    return Sums(nll, correct.float(), entropy.float(), count)
-
-
-def _at_least_one(count: torch.Tensor | int, device: torch.device) -> torch.Tensor | int:
-    return count.to(device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+    return Sums(nll.float(), correct.float(), entropy.float(), count)
 
 
 def workspace(
@@ -131,7 +118,7 @@ def workspace(
     accumulator, or none for few tokens, and a batch's exponentials, by default of 4096 tokens and more. Here these may
     take as many bytes as the accumulator, and LEAST_EXPONENTIALS in any case, about what TRL's block takes, or what
     LEAST_ROWS tokens take: that binds at hidden sizes below 2048, and with a frozen head. The loss is then slower, by
-    3 to 7 per cent at a hidden size of 1024 and 10 to 14 at 640. On other devices, and while torch.compile traces, the
+    3 to 4 per cent at a hidden size of 1024 and 10 at 640. On other devices, and while torch.compile traces, the
     default stays.
     """
     device = hidden.device.type
@@ -184,7 +171,9 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def mean_loss(sums: Sums, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
     """The loss over num_items_in_batch, or over the tokens that count; a batch without any is 0 and not 0 / 0."""
     count = sums.num_valid if num_items_in_batch is None else num_items_in_batch
-    return sums.nll / _at_least_one(count, sums.nll.device)
+    if isinstance(count, torch.Tensor):
+        return sums.nll / count.to(sums.nll.device).clamp(min=1)
+    return sums.nll / max(count, 1)
 
 
 def _counts(metrics: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,26 +181,26 @@ def _counts(metrics: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 class _Zero3Loss(torch.autograd.Function):
-    """The mean loss of a head that DeepSpeed ZeRO-3 has partitioned.
+    """The summed loss of a head that DeepSpeed ZeRO-3 has partitioned.
 
     To be applied while weight and bias are gathered. They are partitioned again until backward, so backward gathers
     them once more; on every rank one gather a pass, however many tokens it has.
     """
 
     @staticmethod
-    def forward(ctx, kernel, hidden, weight, bias, targets, logit_scale, softcap, num_items, workspace):
+    def forward(ctx, kernel, hidden, weight, bias, targets, logit_scale, softcap, workspace):
         device = hidden.device.type
         ctx.kernel, ctx.bias, ctx.transform, ctx.workspace = kernel, bias, (logit_scale, softcap), workspace
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        loss, metrics, saved = kernel.fused_linear_cross_entropy_forward(
-            *_operands(hidden, weight, targets, bias, ctx.autocast), IGNORE_INDEX, logit_scale, softcap, "mean", True,
-            num_items=num_items, workspace=workspace, needs_grad=ctx.needs_input_grad[1:4],
+        nll, metrics, saved = kernel.fused_linear_cross_entropy_forward(
+            *_operands(hidden, weight, targets, bias, ctx.autocast), IGNORE_INDEX, logit_scale, softcap, "sum", True,
+            workspace=workspace, needs_grad=ctx.needs_input_grad[1:4],
         )  # fmt: skip
         ctx.weight = weight  # the parameter itself: DeepSpeed gathers by its attributes
         ctx.save_for_backward(hidden, targets, *saved)
         counts = _counts(metrics)
         ctx.mark_non_differentiable(*counts)
-        return loss, *counts
+        return nll, *counts
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -219,12 +208,12 @@ class _Zero3Loss(torch.autograd.Function):
         with gather_zero3(ctx.weight, ctx.bias), torch.autocast(*ctx.autocast):
             grads = ctx.kernel.fused_linear_cross_entropy_backward(
                 grad, tuple(saved), *_operands(hidden, ctx.weight, targets, ctx.bias, ctx.autocast), IGNORE_INDEX,
-                *ctx.transform, "mean", workspace=ctx.workspace, needs_grad=ctx.needs_input_grad[1:4],
+                *ctx.transform, "sum", workspace=ctx.workspace, needs_grad=ctx.needs_input_grad[1:4],
             )  # fmt: skip
             grads = (
                 None if g is None else g.to(t.dtype) for g, t in zip(grads, (hidden, ctx.weight, ctx.bias))
             )
-            return None, *grads, None, None, None, None, None
+            return None, *grads, None, None, None, None
 
 
 def _operands(hidden, weight, targets, bias, autocast):

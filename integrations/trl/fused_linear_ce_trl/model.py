@@ -127,9 +127,8 @@ def _loss_forward(
     weight, bias = _head(model)
     with saved_tensors_hooks(_as_it_is, _as_it_is) if offloading else contextlib.nullcontext():
         sums = loss_sums(
-            kernel, outputs.last_hidden_state, weight, bias, labels, shift_labels, *logit_transform(model.config),
-            num_items_in_batch,
-        )  # fmt: skip
+            kernel, outputs.last_hidden_state, weight, bias, labels, shift_labels, *logit_transform(model.config)
+        )
     loss = mean_loss(sums, num_items_in_batch)
     aux_loss = None
     if kwargs.get("output_router_logits"):

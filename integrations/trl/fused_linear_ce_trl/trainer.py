@@ -124,8 +124,6 @@ def _compute_loss(trainer, compute_loss: Callable, model, inputs, return_outputs
     inputs = {**inputs, "cce_sums": True}
     if not host.FUSED_HEAD:  # from 1.15 on TRL says this itself
         inputs["fused_lm_head"] = True
-    elif num_items_in_batch is not None:  # and divides by this itself, so that it does not tell the model
-        inputs["num_items_in_batch"] = num_items_in_batch
     with _shown_as(trainer.args, host.LOSS_TYPE):
         return compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

@@ -76,27 +76,6 @@ def loss_and_gradients(trainer):
     return batch, loss, {n: p.grad for n, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("num_items", [None, 50])
-def test_k7_what_the_kernels_gradients_are_scaled_by_is_1(num_items, tmp_path, monkeypatch):
-    """Wherever TRL divides: another factor would round a bfloat16 gradient of the hidden states a second time."""
-    module, factors = kernel.load_kernel(), []
-    original = module.fused_linear_cross_entropy
-
-    def watched(*args, **options):
-        value, metrics = original(*args, **options)
-        value.register_hook(factors.append)
-        return value, metrics
-
-    monkeypatch.setattr(module, "fused_linear_cross_entropy", watched)
-    trainer = make_trainer(make_model("llama"), config(tmp_path))
-    trainer.model.train()
-    batch = next(iter(trainer.get_train_dataloader()))
-    num_items = None if num_items is None else torch.tensor(num_items)
-    trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items).backward()
-    (factor,) = factors
-    torch.testing.assert_close(factor, torch.ones_like(factor), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "phi"])
 def test_scalar_path_gradients_equal_the_per_token_path(kind, tmp_path):
     """TRL >= 1.15 sums per-token log-probabilities. It is given their sum, with the graph of the scalar loss."""

@@ -142,14 +142,3 @@ def lost_by_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays float64 (for gradient checks); everything else accumulates in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-WIDE = 256  # elements of a row whose roundings average out
-
-
-def saved_hidden_dtype(hidden_dtype: torch.dtype, compute_dtype: torch.dtype, hidden_size: int) -> torch.dtype:
-    """Of a dX that a forward makes and a backward scales. No later chunk adds to it, so it is rounded where it is
-    made: but not to fp16, whose range a later factor (a loss scale) is there to fit it into, and not narrow rows, in
-    which a second rounding might add to the first one."""
-    rounded = hidden_dtype == torch.bfloat16 and hidden_size >= WIDE
-    return hidden_dtype if rounded else accumulation_dtype(compute_dtype)
