@@ -1,8 +1,6 @@
 """A scalar loss's gradients between the forward that makes them and the backward that scales them: their dtypes, how
 often they are rounded, and what is written over."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -45,6 +43,12 @@ def gradients(kernel, inputs, upstream: float, **options) -> tuple:
     workspace = oracle.workspace_for(kernel, "forward", inputs)
     g = torch.tensor(upstream, device=inputs.hidden.device)
     return oracle.run(kernel, inputs, upstream=g, workspace=workspace, **options).grads
+
+
+def loss_of(kernel, inputs, leaves, more=0) -> torch.Tensor:
+    """By the same plan, of leaves that take `more` bytes of copies."""
+    workspace = oracle.workspace_for(kernel, "forward", inputs) + more
+    return kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
@@ -99,9 +103,8 @@ def test_written_over_only_where_nobody_asks_again(kernel, sizes, dtype, upstrea
         saved.append(tensor)
         return tensor
 
-    workspace = oracle.workspace_for(kernel, "forward", inputs)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
+        loss = loss_of(kernel, inputs, leaves)
     before = [t.clone() for t in saved[:3]]
     grads = torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream), retain_graph=kept)
     for grad, tensor, copy in zip(grads, saved, before):
@@ -113,35 +116,25 @@ def test_written_over_only_where_nobody_asks_again(kernel, sizes, dtype, upstrea
         oracle.assert_same_bits(grad, scaled.to(dtype))
 
 
-@contextlib.contextmanager
-def failing(monkeypatch, loss, late: bool):
-    """Memory runs out before anything is written, or something raises when all is done."""
-
-    def fail(*args, **options):
-        raise torch.OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        hook = loss.grad_fn.register_hook(fail) if late else None
-        if not late:
-            patch.setattr(torch, "empty_like", fail)
-        yield
-    if late:
-        hook.remove()
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_backward_that_failed_is_right_the_next_time_or_refused(kernel, sizes, monkeypatch, late):
     """Autograd lets it run again, over the gradients that it may have scaled. Under autocast that of the fp32 weight
     is scaled where it is, and that of the bf16 hidden states is made."""
     inputs = make(sizes, BF16)
     leaves = inputs.replace(weight=inputs.weight.float(), bias=inputs.bias.float()).leaves()
-    # enough for a copy of the weight, too little for all exponentials
-    workspace = oracle.workspace_for(kernel, "forward", inputs) + inputs.weight.numel() * 2
     with torch.autocast(sizes[0], BF16):
-        loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
+        loss = loss_of(kernel, inputs, leaves, more=inputs.weight.numel() * 2)
     upstream = torch.full_like(loss, 0.7)
     expected = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
-    with pytest.raises(torch.OutOfMemoryError), failing(monkeypatch, loss, late):
+
+    def fail(*args, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    if late:
+        loss.grad_fn.register_hook(fail)  # when all is done; else before anything is written
+    with pytest.raises(torch.OutOfMemoryError), monkeypatch.context() as patch:
+        if not late:
+            patch.setattr(torch, "empty_like", fail)
         torch.autograd.grad(loss, leaves, upstream)
     if late:
         # The first of the two is torch's own, where torch did the scaling.
@@ -163,9 +156,8 @@ def test_what_a_hook_unpacks_is_not_written_to(kernel, sizes):
         store.append(tensor.clone())
         return len(store) - 1
 
-    workspace = oracle.workspace_for(kernel, "forward", inputs)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: store[index]):
-        loss = kernel.fused_linear_cross_entropy(*leaves[:2], inputs.targets, leaves[2], workspace=workspace)
+        loss = loss_of(kernel, inputs, leaves)
     before = [t.clone() for t in store]
     grads = torch.autograd.grad(loss, leaves, torch.full_like(loss, 0.5))
     for tensor, copy in zip(store, before):

@@ -197,14 +197,14 @@ def _loss_gradients(ctx, grad, recorded: bool) -> tuple:
 def _direct_loss_gradients(ctx, grad: Tensor, saved: tuple, dtypes: tuple) -> tuple:
     """Over the saved gradients that have their dtype, unless they are asked for again: in another backward, or where a
     captured one is replayed. What a hook on saved tensors puts in their place is not written to."""
-    again = _graph_is_kept() or passes.capturing(grad)
-
-    def output(gradient: Tensor, dtype: torch.dtype, place: int) -> Tensor:
-        ours = gradient.dtype == dtype and gradient.is_contiguous() and gradient.data_ptr() == place
-        return gradient if ours and not again else _like(gradient, dtype)
-
-    outs = tuple(map(output, saved, dtypes, ctx.places))  # all of them before anything is written: memory can run out
-    ctx.scaled = any(out is gradient for out, gradient in zip(outs, saved))
+    ours = [
+        gradient.dtype == dtype and gradient.is_contiguous() and gradient.data_ptr() == place
+        for gradient, dtype, place in zip(saved, dtypes, ctx.places)
+    ]
+    in_place = any(ours) and not (_graph_is_kept() or passes.capturing(grad))
+    # All of them before anything is written: memory can run out.
+    outs = tuple(g if in_place and own else _like(g, dtype) for g, own, dtype in zip(saved, ours, dtypes))
+    ctx.scaled = in_place
     _scale(grad, saved, outs)
     return outs
 

@@ -334,7 +334,7 @@ def scale(source: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None
     if source.numel() == 0:
         return
     rows = source.shape[0] if factor.dim() else 1  # a scalar is the factor of the only row
-    width, block = source.numel() // rows, 2048  # one block for both: a kernel less to compile
+    width, block = source.numel() // rows, 2048  # for both: a kernel less to compile
     with _guard(source):
         bwd.scale_kernel[(rows * _cdiv(width, block),)](
             source, factor, out, width, BLOCK=block, IN_PLACE=out is source
