@@ -24,12 +24,13 @@ from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # What lives at once when `workspace` is None. On an accelerator the E of 4096 rows, or of more where that is not yet
-# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times. On a CPU 384 rows
-# of a 32k vocabulary, the most with which 4096 tokens of width 512 stay below a quarter of their logits
-# (tests/test_memory.py), gradients included.
+# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times; of a long batch an
+# eighth of the tokens, since each chunk costs the same time for that. On a CPU 384 rows of a 32k vocabulary, the most
+# with which 4096 tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_ROWS_ACCELERATOR = 4096
-DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
+DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2816 * MIB)  # at least, at most
+DEFAULT_CHUNKS_ACCELERATOR = 8  # of a dW that is accumulated, unless they would be larger than that
 # Per-token losses keep E until backward, where the rows that were not kept cost a fourth GEMM: by default of four such
 # chunks, which are all rows of most batches.
 DEFAULT_KEPT_CHUNKS, DEFAULT_KEPT_ACCELERATOR = 4, 6144 * MIB  # at most
@@ -142,8 +143,9 @@ class Call:
         self.default_kept = DEFAULT_CHUNK.get(device_type, kept)
         self.saved_weight = vocab * hidden_size * acc.itemsize if needs.weight else 0
         self.saved_hidden_row = hidden_size * acc.itemsize if needs.hidden else 0
-        fast_gemms = device_type not in DEFAULT_CHUNK and dtype.itemsize < 4
-        self.least_rows = LEAST_ROWS_ACCELERATOR if fast_gemms and self.saved_weight > CACHED else MIN_ROWS
+        # Whether a chunk's way through the accumulator of dW is one through an accelerator's memory.
+        self.costly_chunks = device_type not in DEFAULT_CHUNK and self.saved_weight > CACHED
+        self.least_rows = LEAST_ROWS_ACCELERATOR if self.costly_chunks and dtype.itemsize < 4 else MIN_ROWS
         # With outputs in the accumulation dtype the output is its own accumulator.
         self.acc_weight = self.saved_weight if weight_dtype != acc else 0
         self.acc_hidden_row = self.saved_hidden_row if hidden_dtype != acc else 0
@@ -164,6 +166,11 @@ class Call:
         self.copy_weight = copies * hidden_size * vocab
         self.upcast = upcast
         self.weights = self.copy_weight + upcast
+
+    def forward_chunk(self, n_tokens: int) -> int:
+        """Bytes of a chunk of a forward that makes the gradients, by default."""
+        by_chunks = n_tokens // DEFAULT_CHUNKS_ACCELERATOR * self.row if self.costly_chunks else 0
+        return max(self.default_chunk, min(by_chunks, DEFAULT_CHUNK_ACCELERATOR[1]))
 
     def slab_bytes(self, n_tokens: int, rows: int, classes: int) -> int:
         """What the backward by slabs of classes holds: dX accumulates over the slabs, dW of a slab over the chunks."""
@@ -273,13 +280,12 @@ class Call:
 
 
 def _whole_tiles(rows: int, n_tokens: int) -> int:
-    """Equal chunks of at most `rows` rows, rounded to whole tiles where there are several; large ones as WAVE_ROWS."""
+    """Equal chunks of at most `rows` rows, rounded to whole tiles where there are several; large ones to WAVE_ROWS."""
     if rows >= n_tokens or rows < ROW_MULTIPLE:
         return max(1, min(rows, n_tokens))
-    if rows >= WAVE_ROWS:
-        return rows // WAVE_ROWS * WAVE_ROWS
-    chunks = -(-n_tokens // (rows // ROW_MULTIPLE * ROW_MULTIPLE))
-    return -(-n_tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE
+    multiple = WAVE_ROWS if rows >= WAVE_ROWS else ROW_MULTIPLE
+    chunks = -(-n_tokens // (rows // multiple * multiple))
+    return -(-n_tokens // (chunks * multiple)) * multiple
 
 
 def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -> Plan:
@@ -313,7 +319,7 @@ def decide(call: Call, n_tokens: int, in_forward: bool, constant: bool = True) -
 
     if in_forward:
         held = call.saved_bytes(n_tokens)
-        rows = rows_in(call.default_chunk if call.workspace is None else call.workspace - held)
+        rows = rows_in(call.forward_chunk(n_tokens) if call.workspace is None else call.workspace - held)
         return result("forward", rows, 0, call.vocab, True, gemms, held + rows * call.row)
 
     if call.whole_vocabulary(n_tokens):
