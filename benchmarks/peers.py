@@ -80,8 +80,9 @@ class Contender:
 class Gemms(Contender):
     """The GEMMs that a scenario cannot do without, as plain matrix products in row chunks, and nothing else.
 
-    dX and dW read the logits in place of their gradient: the values do not change what a GEMM does. Rows whose target
-    is ignored need no GEMM. Under autocast one cast of the weight is added, which any implementation has to make.
+    dX and dW read the logits in place of their gradient: the values do not change what a GEMM does, only what power it
+    draws, and so its clock at full load (NOTES.md). Rows whose target is ignored need no GEMM. Under autocast one cast
+    of the weight is added, which any implementation has to make.
     """
 
     is_gemm = True
