@@ -23,7 +23,7 @@ PEERS = ("nll", "chunked", "liger")  # other libraries' heads: shown from an ear
 
 def read(results: Path) -> list[dict]:
     """The newest run's case of every device, row and mode, each with its run under "run"; a peer's result that it
-    lacks is the last run's that had one, with that run under "run"."""
+    lacks, as it was not run or absent, is the last run's that had one, with that run under "run"."""
     runs = [json.loads(p.read_text()) for p in sorted(results.glob("*.json"))]
     runs = [r for r in runs if isinstance(r, dict) and r.get("schema") == SCHEMA]
     cases: dict[tuple, dict] = {}
@@ -34,7 +34,9 @@ def read(results: Path) -> list[dict]:
             kept = {
                 head: {"run": older["run"], **result}
                 for head, result in older["results"].items()
-                if head in PEERS and head not in case["results"] and result["status"] == "ok"
+                if head in PEERS
+                and result["status"] == "ok"
+                and case["results"].get(head, {"status": "absent"})["status"] == "absent"
             }
             cases[key] = {**case, "run": run, "results": {**case["results"], **kept}}
     order = list(ROWS)

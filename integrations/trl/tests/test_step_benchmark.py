@@ -61,13 +61,15 @@ def test_the_gain_is_measured_against_the_floor():
     assert trl_report.share_of_possible(case) == pytest.approx(0.75)
 
 
-def test_a_peer_that_a_newer_run_lacks_is_an_earlier_runs_and_compared_with_nothing(results, tmp_path):
+@pytest.mark.parametrize("chunked", [{}, {"chunked": {"status": "absent", "reason": "no folder", "title": "chunked"}}])
+def test_a_peer_that_a_newer_run_lacks_is_an_earlier_runs_and_compared_with_nothing(results, tmp_path, chunked):
     older = json.loads(results.read_text())
     older["commit"] = "b" * 40
     case = older["cases"][0]
     case["results"]["chunked"] = {**case["results"]["nll"], "title": "chunked"}
     newer = json.loads(results.read_text()) | {"date": "2999-01-01T00:00:00Z", "commit": "c" * 40}
-    newer["cases"] = [{**case, "results": {h: r for h, r in case["results"].items() if h in ("cce", "floor")}}]
+    own = {h: r for h, r in case["results"].items() if h in ("cce", "floor")}
+    newer["cases"] = [{**case, "results": own | chunked}]
     for name, run in (("older", older), ("newer", newer)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     cases = trl_report.read(tmp_path)
