@@ -109,11 +109,12 @@ def _recency(runs: list[dict]):
 
 def _kept(case: dict, run: dict) -> dict:
     """What a newer run of the case takes over where it has none of its own, and tables mark: a peer's, which did not
-    change; that a peer was absent or could not do it; this kernel's of the same commit, or with other workspaces."""
+    change; that a peer was absent or could not do it; this kernel's of the same commit, or with other workspaces, of
+    which some are too small."""
     return {
         name: {"run": case["run"], **result}
         for name, result in case["results"].items()
-        if result["status"] in ("ok", "absent", "unsupported")
+        if (result["status"] in ("ok", "absent", "unsupported") or name.startswith("ours@"))
         and (name not in OWN or case["run"]["commit"] == run["commit"])
     }
 
@@ -210,6 +211,7 @@ def error_table(group: Group) -> list[str]:
             worst = [max((r["errors"][k] for r in found if k in r["errors"]), default=None) for k in keys]
             commits = dict.fromkeys(commit(r["errors_run"]) for r in found if "errors_run" in r and "run" not in r)
             label = group.label(name) + (f" (commit {', '.join(commits)})" if commits else "")
+            label += f" {EARLIER}" if any("run" in r for r in found) else ""
             lines.append(_row([label, *("-" if w is None else f"{w:.1e}" for w in worst)]))
     return lines
 
@@ -313,7 +315,10 @@ def readme_block(groups: list[Group]) -> str:
                 lines += ["Without a figure:", "", *why, ""]
         if others := [g for g in mine if g not in main]:
             lines += [f"The other scenarios, {mine[0].device['name']}:", "", *summary_table(others), ""]
-            lines += [*(f"- {text}" for text in dict.fromkeys(map(provenance, others))), ""]
+            sources: dict[str, list[str]] = {}
+            for g in others:
+                sources.setdefault(provenance(g), []).append(f"{g.title}, {g.inputs} inputs")
+            lines += [*(f"- {'; '.join(rows)}: {text}" for text, rows in sources.items()), ""]
     if not lines:
         return "No results yet."
     return "\n".join(

@@ -335,11 +335,13 @@ def test_a_run_of_other_workspaces_alone_stands_beside_an_older_one(measured, tm
     for case in data["cases"]:
         ours = case["results"].pop("ours")
         case["results"]["ours@9MiB"] = ours
+        case["results"]["ours@1KiB"] = {"title": "1KiB", "metrics": [], "status": "error", "reason": "too small"}
     (results / "b.json").write_text(json.dumps(data))
     (group,) = report.read(results)
     assert group.cases[shape]["run"]["commit"] == commit
     assert group.result(shape, "ours")["status"] == "ok"
     assert group.result(shape, "ours@9MiB")["run"]["commit"] == "newer"
+    assert "- 1KiB: error (too small)" in report.reasons(group)
 
 
 def test_of_one_commits_runs_the_one_that_was_timed_for_longest_is_shown(measured, tmp_path):

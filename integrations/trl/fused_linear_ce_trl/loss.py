@@ -118,7 +118,7 @@ def workspace(
     accumulator, or none for few tokens, and a batch's exponentials, by default of 4096 tokens and more. Here these may
     take as many bytes as the accumulator, and LEAST_EXPONENTIALS in any case, about what TRL's block takes, or what
     LEAST_ROWS tokens take: that binds at hidden sizes below 2048, of long batches below 4096, and with a frozen head.
-    The loss is then slower, by 3 to 4 per cent at a hidden size of 1024 and 10 at 640. On other devices, and while
+    The loss is then slower, by 4 to 6 per cent at a hidden size of 1024 and 12 at 640. On other devices, and while
     torch.compile traces, the default stays.
     """
     device = hidden.device.type
