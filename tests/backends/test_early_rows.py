@@ -71,6 +71,13 @@ def test_the_same_results(kernel, launched, way, ignored):
         assert [e for e in rest if e != "counted"] == ([(valid - EARLY, stored)] if valid > EARLY else [])
 
 
+def test_of_a_long_batch_as_many_as_keep_the_device_busy(kernel, launched, monkeypatch):
+    monkeypatch.setattr(submodule(kernel, "passes"), "_MOST_EARLY_ROWS", 5)
+    inputs = oracle.make_inputs("cpu", torch.bfloat16, (TOKENS,), VOCAB, WIDTH, ignored=0.0)
+    oracle.check(oracle.run(kernel, inputs), oracle.reference(*inputs.positional()), torch.bfloat16)
+    assert launched == [(5, True), "counted", (TOKENS - 5, True)]
+
+
 @pytest.mark.parametrize("ignored", IGNORED)
 def test_forward_only(kernel, launched, ignored):
     inputs = oracle.make_inputs("cpu", torch.bfloat16, (TOKENS,), VOCAB, WIDTH, ignored=ignored)

@@ -20,7 +20,7 @@ from .loss import (
 from .plan import GEMM_ROWS, ROW_MULTIPLE, WAVE_ROWS, Call, Needs, Plan, known_plan
 from .rows import Rows, capturing, cut, select_rows
 
-_LEAST_EARLY_ROWS = 512
+_LEAST_EARLY_ROWS, _MOST_EARLY_ROWS = 512, 4096
 
 
 def _selects_on_device(plan: Plan, targets: torch.Tensor) -> bool:
@@ -84,10 +84,11 @@ class Problem:
         return self._rows
 
     def _most_early_rows(self) -> int:
-        """Rows whose forward is launched before their number is known: a quarter of the tokens at most, since it is in
-        vain where fewer count; none where that would be few anyway."""
+        """Rows whose forward is launched before their number is known: in vain where fewer count, so a quarter of the
+        tokens at most, and no more than keep the device busy meanwhile; none where that would be few anyway."""
         quarter = self.hidden.shape[0] // (4 * ROW_MULTIPLE) * ROW_MULTIPLE
-        return 0 if quarter < _LEAST_EARLY_ROWS else min(quarter, self.plan.kept_rows or self.plan.statistics_rows)
+        most = min(_MOST_EARLY_ROWS, self.plan.kept_rows or self.plan.statistics_rows)
+        return 0 if quarter < _LEAST_EARLY_ROWS else min(quarter, most)
 
     @property
     def gradient_weight(self) -> torch.Tensor:

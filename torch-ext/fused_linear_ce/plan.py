@@ -24,13 +24,15 @@ from .backends.base import UPCAST_BYTES, accumulation_dtype
 
 MIB = 1 << 20
 # What lives at once when `workspace` is None. On an accelerator the E of 4096 rows, or of more where that is not yet
-# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times; of a long batch an
-# eighth of the tokens, since each chunk costs the same time for that. On a CPU 384 rows of a 32k vocabulary, the most
-# with which 4096 tokens of width 512 stay below a quarter of their logits (tests/test_memory.py), gradients included.
+# 1 GiB: the GEMMs run at full speed, and the fp32 accumulator of dW is read and written few times. On a CPU 384 rows
+# of a 32k vocabulary, the most with which 4096 tokens of width 512 stay below a quarter of their logits
+# (tests/test_memory.py), gradients included.
 DEFAULT_CHUNK = {"cpu": 64 * MIB}
 DEFAULT_ROWS_ACCELERATOR = 4096
-DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2816 * MIB)  # at least, at most
-DEFAULT_CHUNKS_ACCELERATOR = 8  # of a dW that is accumulated, unless they would be larger than that
+DEFAULT_CHUNK_ACCELERATOR = (1024 * MIB, 2560 * MIB)  # at least, at most
+# A batch of more than LONG_CHUNKS such chunks runs in as many larger ones, each of LONG_ROWS and LONG_CHUNK bytes at
+# most: a chunk costs some 0.3 ms for that accumulator and for small kernels.
+LONG_CHUNKS, LONG_ROWS, LONG_CHUNK = 8, 8192, 2816 * MIB
 # Per-token losses keep E until backward, where the rows that were not kept cost a fourth GEMM: by default of four such
 # chunks, which are all rows of most batches.
 DEFAULT_KEPT_CHUNKS, DEFAULT_KEPT_ACCELERATOR = 4, 6144 * MIB  # at most
@@ -169,8 +171,10 @@ class Call:
 
     def forward_chunk(self, n_tokens: int) -> int:
         """Bytes of a chunk of a forward that makes the gradients, by default."""
-        by_chunks = n_tokens // DEFAULT_CHUNKS_ACCELERATOR * self.row if self.costly_chunks else 0
-        return max(self.default_chunk, min(by_chunks, DEFAULT_CHUNK_ACCELERATOR[1]))
+        rows = -(-n_tokens // (LONG_CHUNKS * WAVE_ROWS)) * WAVE_ROWS
+        if not self.costly_chunks or rows <= DEFAULT_ROWS_ACCELERATOR:
+            return self.default_chunk
+        return max(self.default_chunk, min(min(rows, LONG_ROWS) * self.row, LONG_CHUNK))
 
     def slab_bytes(self, n_tokens: int, rows: int, classes: int) -> int:
         """What the backward by slabs of classes holds: dX accumulates over the slabs, dW of a slab over the chunks."""
