@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 MAIN = ("fwd_bwd", "random")
 OWN = ("ours", "ours-graph")  # figures of this kernel's version, which a newer run makes obsolete
+WORKSPACE = "ours@"  # before the bytes: this kernel with less or more memory than by default
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -50,14 +51,18 @@ class Group:
     cases: dict[str, dict] = field(default_factory=dict)  # shape -> case, with its run under "run"
 
     @property
+    def subject(self) -> str:
+        return f"{self.title}, {self.inputs} inputs"
+
+    @property
     def contenders(self) -> list[str]:
-        names = [n for n in self._names() if not n.startswith("ours@")]
+        names = [n for n in self._names() if not n.startswith(WORKSPACE)]
         return sorted(names, key=lambda n: (n != "ours", names.index(n)))
 
     @property
     def workspaces(self) -> list[str]:
-        """This kernel with less or more memory than by default, smallest first."""
-        return sorted((n for n in self._names() if n.startswith("ours@")), key=lambda n: contender(n).workspace)
+        """Smallest first."""
+        return sorted((n for n in self._names() if n.startswith(WORKSPACE)), key=lambda n: contender(n).workspace)
 
     def _names(self) -> list[str]:
         names = dict.fromkeys(n for case in self.cases.values() for n in case["results"])
@@ -114,7 +119,7 @@ def _kept(case: dict, run: dict) -> dict:
     return {
         name: {"run": case["run"], **result}
         for name, result in case["results"].items()
-        if (result["status"] in ("ok", "absent", "unsupported") or name.startswith("ours@"))
+        if (result["status"] in ("ok", "absent", "unsupported") or name.startswith(WORKSPACE))
         and (name not in OWN or case["run"]["commit"] == run["commit"])
     }
 
@@ -194,7 +199,7 @@ def workspace_table(group: Group) -> list[str]:
         return []
     lines = [_row(["workspace: x floor (extra MiB)", *shapes]), _row(["---"] * (len(shapes) + 1))]
     for name in [*group.workspaces, "ours"]:
-        label = "default" if name == "ours" else name.removeprefix("ours@")
+        label = "default" if name == "ours" else name.removeprefix(WORKSPACE)
         lines.append(_row([label, *(_ratio_cell(group, shape, name) for shape in shapes)]))
     return lines
 
@@ -287,7 +292,7 @@ def summary_table(groups: list[Group]) -> list[str]:
             cells.append(mine + (f" ({ok[best]['ratio_to_floor']:.2f} {ok[best]['title']}{mark})" if best else ""))
         floor = " + ".join(next(iter(g.cases.values()))["floor_gemms"])
         commits = ", ".join(dict.fromkeys(commit(case["run"]) for case in g.cases.values()))
-        lines.append(_row([f"{g.title}, {g.inputs} inputs; floor: {floor}", *cells, commits]))
+        lines.append(_row([f"{g.subject}; floor: {floor}", *cells, commits]))
     return lines
 
 
@@ -317,7 +322,7 @@ def readme_block(groups: list[Group]) -> str:
             lines += [f"The other scenarios, {mine[0].device['name']}:", "", *summary_table(others), ""]
             sources: dict[str, list[str]] = {}
             for g in others:
-                sources.setdefault(provenance(g), []).append(f"{g.title}, {g.inputs} inputs")
+                sources.setdefault(provenance(g), []).append(g.subject)
             lines += [*(f"- {'; '.join(rows)}: {text}" for text, rows in sources.items()), ""]
     if not lines:
         return "No results yet."
@@ -471,7 +476,7 @@ def plot(group: Group, path: Path) -> None:
     ]
     fig.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)), frameon=False, fontsize=8)
     fig.suptitle(
-        f"{group.title}, {group.inputs} inputs, {group.device['name']}, {group.dtype}",
+        f"{group.subject}, {group.device['name']}, {group.dtype}",
         x=0.008, ha="left", fontsize=11, fontweight="bold",
     )  # fmt: skip
     fig.savefig(path, dpi=160, facecolor="white", metadata={"Software": None})

@@ -345,7 +345,6 @@ class TestWorkspace:
             assert p.workspace_bytes - (v + n) * h * 4 <= (2816 if n > 1 << 15 else 2560) * MIB
             assert plan(n, v, h, upstream="token").workspace_bytes - v * h * 4 <= 6144 * MIB
 
-
     def test_a_long_batch_is_eight_chunks_where_each_of_them_costs_the_accumulator(self, plan):
         v, h = QWEN[1:]
         for n, rows in ((32768, 4096), (32769, 6144), (49152, 6144), (65520, 8192), (65536, 8192), (1 << 20, 8192)):
