@@ -132,12 +132,12 @@ def test_c06_under_autocast(kernel, dev, scale):
         assert oracle.relative_error(leaf.grad, (scale + 1) * want) <= oracle.gradient_tolerance(torch.bfloat16)
 
 
-def confident_inputs(device) -> oracle.Inputs:
-    """Every row nearly certain of its target."""
+def confident_inputs(device, norm=20) -> oracle.Inputs:
+    """Every row nearly certain of its target; with a norm of 200 p_y is 1 to 1e-26."""
     g = torch.Generator().manual_seed(0)
     weight = F.normalize(torch.randn(256, 32, generator=g), dim=1)
-    targets = torch.randint(256, (16,), generator=g)
-    return oracle.Inputs(20 * weight[targets], weight, targets).to(device)
+    targets = torch.randint(256, (64,), generator=g)
+    return oracle.Inputs(norm * weight[targets], weight, targets).to(device)
 
 
 def test_c07_the_gradient_of_lse_is_filtered_away(kernel, dev):
@@ -156,6 +156,26 @@ def test_c07_the_gradient_of_lse_is_filtered_away(kernel, dev):
     oracle.check_gradients(
         oracle.run(kernel, inputs, z_loss=1.0), oracle.reference(*inputs.positional(), z_loss=1.0), 1e-5
     )
+
+
+@pytest.mark.parametrize("options", [{"z_loss": 1.0}, {"label_smoothing": 1.0}], ids=str)
+@pytest.mark.parametrize("least", [1e-4, 1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize("reduction, kind", [("mean", "forward"), ("none", "kept")])
+def test_c07_the_gradient_of_lse_is_rounded_away(kernel, dev, options, least, reduction, kind):
+    """All that certain rows have is the small term's gradient: it is to keep its own digits, not those of 1 + it."""
+    options = {name: least * unit for name, unit in options.items()}
+    inputs = confident_inputs(dev, 200)
+    upstream = oracle.upstream_of(reduction)
+    workspace = oracle.workspace_for(kernel, kind, inputs, upstream=upstream)
+    if kind == "kept":  # the other rows are recomputed
+        assert 0 < oracle.plan_of(kernel, inputs, workspace, upstream=upstream).kept_rows < 64
+    options.update(
+        reduction=reduction,
+        upstream=None if reduction == "mean" else torch.linspace(0.5, 1.5, 64, device=dev),
+        workspace=workspace,
+    )
+    expected = oracle.reference(*inputs.positional(), **options)
+    oracle.check_gradients(oracle.run(kernel, inputs, **options), expected, 1e-6)
 
 
 def test_c09_a_running_sum_of_dw_in_bf16(kernel, dev):

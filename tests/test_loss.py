@@ -45,7 +45,7 @@ def family(z, targets, c, class_weight):
     p = log_p.exp()
     b = 0.0 if c.b is None else c.b[:, None]
     entropy = -(p * log_p).sum(1, keepdim=True)
-    dz = p * (c.a[:, None] + b * (log_p + entropy)) + c.t[:, None] * F.one_hot(targets, VOCAB)
+    dz = p * (c.a[:, None] + b * (log_p + entropy)) + (c.r - c.a)[:, None] * F.one_hot(targets, VOCAB)
     if c.d is not None:
         dz = dz + c.d[:, None] * (1.0 if class_weight is None else class_weight)
     return dz
@@ -97,7 +97,7 @@ def test_coefficients_of_every_mix_of_upstream_gradients(loss, rows, present):
 def test_coefficients_take_their_form_from_like(loss):
     like = torch.ones(3, dtype=torch.float64)
     c = loss.coefficients(loss.Upstream(), None, like)
-    for value in (c.a, c.t):
+    for value in (c.a, c.r):
         assert value.dtype == torch.float64
         assert value.tolist() == [0, 0, 0]
     assert c.b is None and c.d is None

@@ -230,41 +230,43 @@ class TestTokenWeight:
 
 
 class TestRowFactors:
-    """p_j a + t [j = y] in the factored form a (p_j + (t / a) [j = y]), also where a is 0."""
+    """A row as a times its elements of E: p_j, and p_y - 1 + r / a at the target, also where a is 0."""
 
     @pytest.fixture
     def eager(self, kernel):
         return submodule(kernel, "backends.eager")
 
     @pytest.mark.parametrize(
-        "a, t",
-        [(1.0, -1.0), (-0.25, 0.25), (1.0, 0.0), (0.0, 0.0), (0.0, 2.0), (-0.0, 2.0), (0.0, -2.0), (1e-12, 1.0),
-         (-1e-30, -3.0), (1e-5, 1.0), (3.0, -1e-12)],
+        "a, r",
+        [(1.0, 0.0), (-0.25, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 2.0), (-0.0, 2.0), (0.0, -2.0), (1e-12, 1.0),
+         (-1e-30, -3.0), (1e-5, 1.0), (3.0, 3.0), (1.0, 1e-9)],
     )  # fmt: skip
     @pytest.mark.parametrize("dtype, nudge", [(torch.float32, 1e-9), (torch.float64, 1e-18)])
-    def test_restores_the_row(self, eager, a, t, dtype, nudge):
-        """All elements but the target's to `nudge` of t, the target's to the dtype's digits."""
-        a, t = torch.tensor([a], dtype=dtype), torch.tensor([t], dtype=dtype)
-        factor, ratio = (v.double() for v in eager.row_factors(a, t))
+    def test_restores_the_row(self, eager, a, r, dtype, nudge):
+        """All elements but the target's to `nudge` of r, the target's to the dtype's digits, also where p_y is 1."""
+        a, r = torch.tensor([a], dtype=dtype), torch.tensor([r], dtype=dtype)
+        factor, ratio = (v.double() for v in eager.row_factors(a, r))
         assert factor.isfinite().all() and ratio.isfinite().all()
         p = torch.softmax(torch.linspace(-3, 3, 7, dtype=torch.float64), 0)
-        torch.testing.assert_close(factor * p, a.double() * p, rtol=0, atol=nudge * t.abs().item())
-        here, expected = factor * (p[4] + ratio), a.double() * p[4] + t.double()
-        torch.testing.assert_close(here, expected, rtol=0, atol=torch.finfo(dtype).eps * (a.abs() + t.abs()).item())
+        torch.testing.assert_close(factor * p, a.double() * p, rtol=0, atol=nudge * r.abs().item())
+        for missing in (1 - p[4].item(), 0.0):
+            here, expected = factor * (ratio - missing), r.double() - a.double() * missing
+            digits = torch.finfo(dtype).eps * (a.abs() * missing + r.abs()).item()
+            torch.testing.assert_close(here, expected, rtol=0, atol=digits + nudge * r.abs().item() * missing)
 
     def test_other_rows_are_left_alone(self, eager):
         a = torch.tensor([1.0, -2.0, 1e-6])
-        t = torch.tensor([-1.0, 2.0, 1.0])
-        factor, ratio = eager.row_factors(a, t)
+        r = torch.tensor([-1.0, 2.0, 1.0])
+        factor, ratio = eager.row_factors(a, r)
         assert torch.equal(factor, a)
-        assert torch.equal(ratio, t / a)
+        assert torch.equal(ratio, r / a)
 
     @pytest.mark.parametrize(
         "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-13)]
     )
     @pytest.mark.parametrize("workspace", [None, 10_000 + FOR_TOKENS], ids=["kept", "recomputed"])
     def test_the_targets_own_logit(self, kernel, dtype, tolerance, workspace):
-        """log_probs + lse is the target's logit: a = 0 and t = 1, a gradient of one element per row."""
+        """log_probs + lse is the target's logit: a = 0 and r = 1, a gradient of one element per row."""
         hidden, weight, targets, bias = inputs(dtype)
         out = kernel.fused_linear_log_probs(
             hidden, weight, targets, bias, outputs=("log_probs", "lse"), workspace=workspace

@@ -34,11 +34,11 @@ POINTERS = {
     "*fp32": (
         "class_weight", "scale", "factor", "source", "scratch", "partials", "row_target", "row_scale",
         "out_max", "out_log_sum", "out_target", "out_scale", "out_entropy", "out_sum_log_probs", "out_squares",
-        "row_max", "row_log_sum", "row_log_prob", "row_entropy", "row_a", "row_b", "row_t", "row_d",
+        "row_max", "row_log_sum", "row_log_prob", "row_entropy", "row_a", "row_b", "row_r", "row_d",
     ),
 }  # fmt: skip
 NUMBERS = {
-    "fp32": ("logit_scale", "softcap", "limit", "nudge"),
+    "fp32": ("logit_scale", "softcap", "nudge"),
     "i32": (
         "R", "V", "H", "M", "N", "K", "row_tiles", "column_tiles", "class_tiles", "width_tiles", "plane",
         "ignore_index", "accumulate", "width", "repair",

@@ -122,16 +122,16 @@ def statistics(z, targets, class_weight=None) -> dict:
     }
 
 
-def dlogits(chunk: Chunk, a, b, t, d) -> torch.Tensor:
-    """chi_j (p_j (a + b (log p_j + entropy)) + t [j = y] + d w_j)."""
-    a, b, t, d = (None if c is None else c.to(FP64)[:, None] for c in (a, b, t, d))
+def dlogits(chunk: Chunk, a, b, r, d) -> torch.Tensor:
+    """chi_j (p_j (a + b (log p_j + entropy)) + (r - a) [j = y] + d w_j)."""
+    a, b, r, d = (None if c is None else c.to(FP64)[:, None] for c in (a, b, r, d))
     log_p = torch.log_softmax(chunk.z, 1)
     p = log_p.exp()
     value = p * a
     if b is not None:
         entropy = -torch.where(p == 0, 0.0, p * log_p).sum(1, keepdim=True)
         value = value + torch.where(p == 0, 0.0, p * b * (log_p + entropy))
-    value = value + t * torch.nn.functional.one_hot(chunk.targets, log_p.shape[1])
+    value = value + (r - a) * torch.nn.functional.one_hot(chunk.targets, log_p.shape[1])
     if d is not None:
         value = value + d * (1.0 if chunk.class_weight is None else chunk.class_weight.to(FP64))
     return value * chunk.chi

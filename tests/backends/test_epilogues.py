@@ -55,14 +55,14 @@ def quartered_statistics(
 
 @triton.jit
 def quartered_gradient(
-    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_t, biases, class_weight,
+    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_r, biases, class_weight,
     V, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     v = whole_gradient(
         quarters(products[0]), tl.arange(0, COLUMNS // 4), column, rows, live, y, here, any_here, coefficients,
-        row_target, row_t, biases, class_weight, V, logit_scale, softcap, DTYPE, COLUMNS,
+        row_target, row_r, biases, class_weight, V, logit_scale, softcap, DTYPE, COLUMNS,
         SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
     )  # fmt: skip
     return (joined(joined(v[0], v[1]), joined(v[2], v[3])),)

@@ -324,7 +324,7 @@ class TestDlogits:
         generator = torch.Generator().manual_seed(3)
         rows = chunk.x.shape[0]
         c = coefficients_type(
-            *(torch.randn(rows, generator=generator).to(where.device) if name in terms else None for name in "abtd")
+            *(torch.randn(rows, generator=generator).to(where.device) if name in terms else None for name in "abrd")
         )
         stats = run_forward(backend, base, chunk, base.Wants(entropy=True))
         out = where.exps(chunk.compute_dtype)
@@ -332,7 +332,7 @@ class TestDlogits:
         backend.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, c, out)
         return out, reference.dlogits(chunk, *c)
 
-    @pytest.mark.parametrize("terms", ["at", "abtd"])
+    @pytest.mark.parametrize("terms", ["ar", "abrd"])
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     @pytest.mark.parametrize("dtype", [FP32, *HALF])
     def test_every_term(self, where, backend, base, coefficients_type, dtype, options, terms):
@@ -350,7 +350,7 @@ class TestDlogits:
         chunk = where.chunk(softcap=softcap)
         for operand in (chunk.x, chunk.weight):
             operand.mul_(64).round_().div_(64)
-        out, expected = self.run(where, backend, base, coefficients_type, chunk, "at")
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "ar")
         at = chunk.targets.clamp(min=0)[:, None]
         assert (out.gather(1, at) - expected.gather(1, at)).abs().max() < 2e-6
 
@@ -359,10 +359,10 @@ class TestDlogits:
         """Its logit is -softcap, where chi is 0."""
         chunk = where.chunk(dtype, bias=True, softcap=30.0)
         chunk.bias[3] = -torch.inf
-        out, expected = self.run(where, backend, base, coefficients_type, chunk, "at")
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "ar")
         assert (out[:, 3] == 0).all() and (expected[:, 3] == 0).all()
 
-    @pytest.mark.parametrize("terms", ["abt", "atd"])
+    @pytest.mark.parametrize("terms", ["abr", "ard"])
     def test_each_term_alone(self, where, backend, base, coefficients_type, terms):
         out, expected = self.run(where, backend, base, coefficients_type, where.chunk(class_weight=True), terms)
         assert relative_error(out, expected) < 3e-6
@@ -370,7 +370,7 @@ class TestDlogits:
     def test_through_pointers(self, where, backend, base, coefficients_type, launches):
         chunk = where.chunk(BF16, weight_dtype=FP32, bias=True, softcap=6.0)
         chunk = chunk._replace(weight=chunk.weight.t().contiguous().t())
-        out, expected = self.run(where, backend, base, coefficients_type, chunk, "abtd")
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "abrd")
         assert relative_error(out, expected) < 3e-3
         assert launches[-1].tiles.loads == "pointers"
 
@@ -378,7 +378,7 @@ class TestDlogits:
         chunk = where.chunk(bias=True)
         chunk.bias[:70] = -torch.inf
         chunk.targets.clamp_(min=70)
-        out, expected = self.run(where, backend, base, coefficients_type, chunk, "abt")
+        out, expected = self.run(where, backend, base, coefficients_type, chunk, "abr")
         assert relative_error(out, expected) < 3e-6
         assert (out[:, :70] == 0).all()
 
@@ -403,11 +403,26 @@ class TestDlogits:
         targets = torch.zeros(1, dtype=torch.int64, device=device)
         chunk = reference.Chunk(torch.ones(1, 1, device=device), targets, weight)
         stats = run_forward(backend, base, chunk, base.Wants())
-        out, one = where.exps(rows=1, vocab=2), torch.ones(1, device=device)
-        c = coefficients_type(one, None, -one, None)
+        out = where.exps(rows=1, vocab=2)
+        c = coefficients_type(torch.ones(1, device=device), None, torch.zeros(1, device=device), None)
         backend.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, c, out)
         assert out[0, 0].item() == pytest.approx(torch.expm1(stats.log_prob.double()).item(), rel=1e-5)
         assert out[0, 1].item() == pytest.approx(1e-6, rel=1e-4)
+
+    @pytest.mark.parametrize("finished", [False, True])
+    @pytest.mark.parametrize("r", [1e-3, 1e-7, -1e-12])
+    def test_a_certain_target_has_r_left(self, where, backend, base, coefficients_type, r, finished):
+        """With the digits of r, not of a = 1 + r; by either kernel."""
+        a, rest = torch.tensor([[1 + r], [r]], device=where.device)
+        chunk = reference.Chunk(a[:, None], torch.zeros_like(a, dtype=torch.int64), 60 * torch.eye(2, 1).to(a))
+        out = where.exps(rows=1, vocab=2)
+        stats = run_forward(backend, base, chunk, base.Wants(), out)
+        if finished:
+            out = out * backend.finish(out, chunk.x, chunk.targets, chunk.head(base), stats, a, rest)[:, None]
+        else:
+            c = coefficients_type(a, None, rest, None)
+            backend.dlogits(chunk.x, chunk.targets, chunk.head(base), stats, c, out)
+        assert out[0].tolist() == [pytest.approx(r, rel=1e-6), pytest.approx(0, abs=1e-24)]
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8, 131])
@@ -453,18 +468,19 @@ class TestFinish:
     @pytest.mark.parametrize("softcap", [None, 4.0])
     @pytest.mark.parametrize("logit_scale", [1.0, -0.3])
     @pytest.mark.parametrize("dtype", [FP32, *HALF])
-    @pytest.mark.parametrize("a_is", ["minus t", "nothing", "t and more"])
-    def test_gives_dlogits(self, where, backend, base, dtype, softcap, logit_scale, a_is):
+    @pytest.mark.parametrize("r_is", ["nothing", "all", "more than a"])
+    def test_gives_dlogits(self, where, backend, base, dtype, softcap, logit_scale, r_is):
         chunk = where.chunk(dtype, softcap=softcap, logit_scale=logit_scale)
         exps = where.exps(dtype)
         stats = run_forward(backend, base, chunk, base.Wants(), exps)
-        t = -torch.rand(where.rows, device=where.device) - 0.5
-        a = {"minus t": -t, "nothing": torch.zeros_like(t), "t and more": 2 * t}[a_is]
+        some = torch.rand(where.rows, device=where.device) + 0.5
+        none = torch.zeros_like(some)
+        a, r = {"nothing": (some, none), "all": (none, -some), "more than a": (-2 * some, -3 * some)}[r_is]
         scaled = torch.full_like(chunk.x, torch.nan, dtype=exps.dtype)
-        factor = backend.finish(exps, chunk.x, chunk.targets, chunk.head(base), stats, a, t, scaled)
+        factor = backend.finish(exps, chunk.x, chunk.targets, chunk.head(base), stats, a, r, scaled)
         z = chunk.z
         onehot = torch.nn.functional.one_hot(chunk.targets, where.vocab)
-        expected = a.double()[:, None] * torch.softmax(z, 1) + t.double()[:, None] * onehot
+        expected = a.double()[:, None] * torch.softmax(z, 1) + (r.double() - a.double())[:, None] * onehot
         if softcap is not None:
             expected = expected * (1 - (z / softcap) ** 2)
         tolerance = 1e-5 if dtype == FP32 else 3e-3

@@ -11,8 +11,11 @@ Whatever the loss, it reads z only through four numbers of the row,
 
 so its gradient always has the shape of one family, with u_* = d loss / d (that number):
 
-    dz_j = p_j (a + b (log p_j + entropy)) + t [j = y] + d w_j
-    a = u_lse - u_log_prob - sum_j w_j * u_sum_log_probs     b = -u_entropy     t = u_log_prob     d = u_sum_log_probs
+    dz_j = p_j (a + b (log p_j + entropy)) + (r - a) [j = y] + d w_j
+    r = u_lse - sum_j w_j * u_sum_log_probs     a = r - u_log_prob     b = -u_entropy     d = u_sum_log_probs
+
+r and not u_log_prob is carried, because r is what a row that is certain of its target has left: 0 for cross-entropy,
+and what a small z-loss or label smoothing adds, of which 1 + r would keep few digits.
 
 All but lse are sums of log p_j = (z_j - m) - log sum exp(z - m), with m the row's maximum: a common offset of the
 logits costs them no digits.
@@ -45,11 +48,11 @@ class Upstream(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """a, b, t, d of the gradient family, per token; b and d are None where the whole column is zero."""
+    """a, b, r, d of the gradient family, per token; b and d are None where the whole column is zero."""
 
     a: torch.Tensor
     b: Optional[torch.Tensor]
-    t: torch.Tensor
+    r: torch.Tensor
     d: Optional[torch.Tensor]
 
 
@@ -96,17 +99,17 @@ def token_loss_upstream(grad, lse, target_weight, token_weight, options: LossOpt
 def coefficients(upstream: Upstream, class_weight_sum, like: torch.Tensor) -> Coefficients:
     """The gradient family's coefficients. class_weight_sum is sum_j w_j; `like` gives shape, dtype and device where an
     upstream is absent."""
-    t = torch.zeros_like(like) if upstream.log_prob is None else upstream.log_prob
-    a = -t if upstream.lse is None else upstream.lse - t
+    r = torch.zeros_like(like) if upstream.lse is None else upstream.lse
     if upstream.sum_log_probs is not None:
-        a = a - class_weight_sum * upstream.sum_log_probs
+        r = r - class_weight_sum * upstream.sum_log_probs
+    a = r if upstream.log_prob is None else r - upstream.log_prob
     b = None if upstream.entropy is None else -upstream.entropy
-    return Coefficients(a=a, b=b, t=t, d=upstream.sum_log_probs)
+    return Coefficients(a=a, b=b, r=r, d=upstream.sum_log_probs)
 
 
 def target_dlogit(c: Coefficients, log_prob: torch.Tensor, entropy: Optional[torch.Tensor]) -> torch.Tensor:
-    """The family's element j = y, without d w_y: a (p_y - 1) + (a + t), as a p_y + t would cancel where t = -a."""
-    value = c.a * torch.expm1(log_prob) + (c.a + c.t)
+    """The family's element j = y, without d w_y: a (p_y - 1) + r, as a p_y + (r - a) would cancel."""
+    value = c.a * torch.expm1(log_prob) + c.r
     if c.b is None:
         return value
     p = torch.exp(log_prob)

@@ -223,7 +223,7 @@ class GradientSink:
         """A chunk given as E: dlogits = factor * E, once it is finished, + the constant term."""
         p, head = self.problem, self.problem.head
         scaled = torch.empty(x.shape, dtype=e.dtype, device=x.device) if self.needs.weight else None
-        factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.t, scaled)
+        factor = p.backend.finish(e, x, p.rows.cut_targets(start, stop), head, stats, c.a, c.r, scaled)
         constant = None if c.d is None else c.d * head.logit_scale
         self._add_head(e, scaled, factor)
         del scaled  # before dX needs the memory

@@ -7,7 +7,7 @@ log_sum = log sum_j exp(z_j - m), lse = m + log_sum, and for the gradient kernel
     forward(x, targets, head, wants, stats, exps)  fills the row statistics; with `exps` (R, V) also stores
                                            E_j = exp(z_j - c) chi_j, for a per-row reference c of the backend's choice,
                                            and stats.scale = exp(c - lse), so that p_j chi_j = stats.scale * E_j
-    finish(e, x, targets, head, stats, a, t, scaled)  puts the target's element into E, such that chi_j * dz_j of
+    finish(e, x, targets, head, stats, a, r, scaled)  puts the target's element into E, such that chi_j * dz_j of
                                            loss.py (with b = d = 0), times logit_scale, is factor * E_j; returns the
                                            factor (R,) and fills `scaled` (R, H) = factor * x, if it is not None
     dlogits(x, targets, head, stats, coefficients, out)  recomputes the logits and stores chi_j * dz_j of loss.py
@@ -124,8 +124,8 @@ class Stats:
         return self.max + self.log_sum
 
 
-# A row whose a is nearly zero beside t is carried by its target's element alone: finish() takes |a| as NUDGE |t| at
-# least, which changes the other elements by 1e-9 (float64: 1e-18) of t.
+# A row whose a is nearly zero beside r is carried by its target's element alone: finish() takes |a| as NUDGE |r| at
+# least, which changes the other elements by 1e-9 (float64: 1e-18) of r.
 NUDGE = {torch.float32: 2.0**-30, torch.float64: 2.0**-60}
 
 

@@ -166,7 +166,7 @@ def forward(x: torch.Tensor, targets: torch.Tensor, head: Head, wants: Wants, st
 def dlogits(
     x: torch.Tensor, targets: torch.Tensor, head: Head, stats: Stats, coefficients: Coefficients, out: torch.Tensor
 ) -> None:
-    """See base.py. A target outside [0, V) of this head has no column here and adds no t."""
+    """See base.py. A target outside [0, V) of this head has no column here."""
     vocab = head.weight.shape[0]
     _project(x, head, out)
     inside = (targets >= 0) & (targets < vocab)
@@ -192,19 +192,19 @@ def dlogits(
         torch.mul(value, 1.0 if chi is None else chi, out=out[start:stop])
 
 
-def row_factors(a: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, t / a), such that a (p_j + (t / a) [j = y]) is p_j a + t [j = y]; see base.NUDGE. (0, -1) if both are 0."""
-    tiny = t.abs() * NUDGE[t.dtype]
+def row_factors(a: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, r / a), such that a p_j, and a ((p_y - 1) + r / a), make the row; see base.NUDGE. 0 if both are 0."""
+    tiny = r.abs() * NUDGE[r.dtype]
     a = torch.where(a.abs() < tiny, torch.copysign(tiny, a), a)
-    return a, torch.where(a == 0, -1.0, t / a)
+    return a, torch.where(a == 0, 0.0, r / a)
 
 
-def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Tensor, scaled=None) -> torch.Tensor:
-    """See base.py. dlogits = a scale (E + (t / a) onehot / scale), with p_y + t / a by expm1: near p_y = 1 it would
-    cancel. The target's element outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the
-    factor takes up its rounding: what the others lose by that is less than what it gains."""
-    a, ratio = row_factors(a, t)
-    exact = (torch.expm1(stats.log_prob) + (1 + ratio)) / stats.scale
+def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, r: torch.Tensor, scaled=None) -> torch.Tensor:
+    """See base.py. dlogits = a scale E, with ((p_y - 1) + r / a) / scale as the target's element of E. That element
+    outweighs the row's others together (for cross-entropy 1 - p_y is their sum), so the factor takes up its rounding:
+    what the others lose by that is less than what it gains."""
+    a, ratio = row_factors(a, r)
+    exact = (torch.expm1(stats.log_prob) + ratio) / stats.scale
     exact = target_chain(exact, stats, head.softcap)
     rounded = exact.to(e.dtype)
     e.scatter_(1, targets.clamp(min=0).unsqueeze(1), rounded.unsqueeze(1))

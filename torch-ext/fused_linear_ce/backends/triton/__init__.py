@@ -5,7 +5,6 @@ device but the count that select() hands out.
 """
 
 import contextlib
-import math
 from typing import Optional
 
 import torch
@@ -216,14 +215,13 @@ def forward(
                 *how.sizes, plane, *how.strides, *how.scalars, STORE=store, **extra, **asked, **how.flags,
             )  # fmt: skip
             fwd.combine_kernel[(_cdiv(rows, block),)](
-                targets, scratch, partials, *outputs, rows, launch.column_tiles, plane,
-                math.inf if repair else fwd.LIMIT_SQUARES if wants.log_sum_sq else fwd.LIMIT, int(repair),
+                targets, scratch, partials, *outputs, rows, launch.column_tiles, plane, int(repair),
                 ROWS=block, TILES=128, COLUMNS=launch.tiles.columns, STORE=store, **asked,
                 TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=8,
             )  # fmt: skip
 
 
-def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Tensor, scaled=None) -> torch.Tensor:
+def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, r: torch.Tensor, scaled=None) -> torch.Tensor:
     """See base.py."""
     rows, hidden_size = x.shape
     factor = torch.empty(rows, dtype=torch.float32, device=e.device)
@@ -231,7 +229,7 @@ def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, t: torch.Te
     if rows:
         with _guard(e):
             bwd.finish_kernel[(_cdiv(rows, block),)](
-                e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), t.contiguous(),
+                e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), r.contiguous(),
                 factor, x if scaled is None else scaled, rows, hidden_size, e.stride(0), x.stride(0),
                 head.logit_scale, 1.0 if head.softcap is None else head.softcap, NUDGE[torch.float32],
                 ROWS=block, COLUMNS=512, HAS_SOFTCAP=_softcap_kind(x.dtype, head.softcap), SCALE_X=scaled is not None,
@@ -253,7 +251,7 @@ def dlogits(
         launch.dlogits_kernel[launch.grid](
             launch.x, launch.weight, launch.bias, targets, launch.class_weight,
             stats.max, stats.log_sum, stats.target, unused if c.b is None else stats.entropy,
-            c.a, unused if c.b is None else c.b, c.t, unused if c.d is None else c.d, launch.out,
+            c.a, unused if c.b is None else c.b, c.r, unused if c.d is None else c.d, launch.out,
             *launch.sizes, *launch.strides, *launch.scalars,
             HAS_B=c.b is not None, HAS_D=c.d is not None, **launch.flags,
         )  # fmt: skip

@@ -187,12 +187,12 @@ def row_coefficients(
 
 @triton.jit
 def tile_gradient(
-    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_t, biases, class_weight,
+    products, at, column, rows, live, y, here, any_here, coefficients, row_target, row_r, biases, class_weight,
     V, logit_scale, softcap, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_B: tl.constexpr, HAS_D: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's chi (p (a + b (log p + entropy)) + t [j = y] + d w_j) in DTYPE, the gradient family of loss.py."""
+    """A tile's chi (p (a + b (log p + entropy)) + (r - a) [j = y] + d w_j) in DTYPE: loss.py's family."""
     m, log_sum, entropy, a, b, d = coefficients
     WIDTH: tl.constexpr = at.shape[0]
     PARTS: tl.constexpr = COLUMNS // WIDTH
@@ -211,10 +211,10 @@ def tile_gradient(
         values = values + (chain(value, z, softcap, HAS_SOFTCAP).to(DTYPE),)
     if any_here:
         # At the target by its own formula, from the row's statistics.
-        t = tl.load(row_t + rows, mask=live, other=0.0)
+        r = tl.load(row_r + rows, mask=live, other=0.0)
         z_y = tl.load(row_target + rows, mask=live, other=0.0)  # less m
         log_prob = z_y - log_sum
-        value_y = target_gradient(log_prob, entropy, a, b, t, HAS_B, PRECISE)
+        value_y = target_gradient(log_prob, entropy, a, b, r, HAS_B, PRECISE)
         if HAS_D:
             if HAS_CLASS_WEIGHT:
                 known = here & (column + y < V)

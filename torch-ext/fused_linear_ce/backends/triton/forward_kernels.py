@@ -30,8 +30,9 @@ from .logits import (
     transform,
 )
 
-LIMIT = 40.0  # nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times base.NUDGE
-LIMIT_SQUARES = 30.0  # the same where exp(z - c)^2 is summed
+# Nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times base.NUDGE.
+LIMIT = tl.constexpr(40.0)
+LIMIT_SQUARES = tl.constexpr(30.0)  # the same where exp(z - c)^2 is summed
 FAR_BELOW = tl.constexpr(-1e8)  # the reference that marks a row, whatever its maximum is
 
 
@@ -148,15 +149,15 @@ def forward_kernel(
 def combine_kernel(
     targets, scratch, partials,
     out_max, out_log_sum, out_target, out_scale, out_entropy, out_sum_log_probs, out_squares, out_top1,
-    R, column_tiles, plane, limit, repair,
+    R, column_tiles, plane, repair,
     ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.constexpr, TOP1: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows: the partial statistics of all column tiles, in one order, to the row's statistics.
 
     STORE: every tile used the same reference, sums just add up, and scale = exp(c - lse) = 1 / sum exp(z - c). A row
-    whose maximum lies more than `limit` from c is marked and gets its maximum as new reference. With `repair` not 0
-    the rows that were marked are done again, and no others; none is marked then, with a limit of infinity.
+    whose maximum lies more than LIMIT from c is marked and gets its maximum as new reference. With `repair` not 0 the
+    rows that were marked are done again, and no others; none is marked then.
     Without STORE each tile used its own maximum and is rescaled to the row's; there is no repair.
     """
     reference, target_z, target_beaten, marked, any_marked = row_scratch(scratch, R)
@@ -229,6 +230,7 @@ def combine_kernel(
     if SHIFTED and STORE:
         shifted += weight * above
     if STORE:
+        limit = tl.where(repair != 0, float("inf"), LIMIT_SQUARES if SQUARES else LIMIT)
         over = written & (tl.abs(m - c) > limit) & (m > float("-inf"))
         tl.store(marked + rows, over.to(tl.float32), mask=written)
         tl.store(reference + rows, m, mask=over)

@@ -10,7 +10,7 @@ from .logits import PER_CALL, chain, expm1, tile_order, tile_product
 @triton.jit(do_not_specialize=PER_CALL)
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
-    row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d, out,
+    row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_r, row_d, out,
     R, V, H, row_tiles, column_tiles,
     stride_xr, stride_wv, stride_wh, stride_or, logit_scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
@@ -35,7 +35,7 @@ def dlogits_kernel(
         )
         at = tl.arange(0, COLUMNS)
         (value,) = tile_gradient(
-            (product,), at, column, rows, live, y, here, any_here, coefficients, row_target, row_t,
+            (product,), at, column, rows, live, y, here, any_here, coefficients, row_target, row_r,
             tile_bias(bias, at, column, V, COLUMNS, HAS_BIAS, COMPUTE), class_weight, V, logit_scale, softcap,
             out.dtype if DESCRIPTORS else out.dtype.element_ty, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, COMPUTE,
@@ -50,7 +50,7 @@ def dlogits_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def finish_kernel(
-    e, x, targets, row_max, row_log_sum, row_target, row_scale, row_a, row_t, factor, scaled,
+    e, x, targets, row_max, row_log_sum, row_target, row_scale, row_a, row_r, factor, scaled,
     R, H, stride_er, stride_xr, logit_scale, softcap, nudge,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, SCALE_X: tl.constexpr, PRECISE: tl.constexpr,
@@ -63,11 +63,11 @@ def finish_kernel(
     log_prob = z_y - tl.load(row_log_sum + rows, mask=live, other=0.0)
     scale = tl.load(row_scale + rows, mask=live, other=1.0)
     a = tl.load(row_a + rows, mask=live, other=0.0)
-    t = tl.load(row_t + rows, mask=live, other=0.0)
-    tiny = tl.abs(t) * nudge
+    r = tl.load(row_r + rows, mask=live, other=0.0)
+    tiny = tl.abs(r) * nudge
     a = tl.where(tl.abs(a) < tiny, tl.where(a < 0.0, -tiny, tiny), a)
-    ratio = tl.where(a == 0.0, -1.0, t / a)
-    exact = (expm1(log_prob, PRECISE) + (1.0 + ratio)) / scale
+    ratio = tl.where(a == 0.0, 0.0, r / a)
+    exact = (expm1(log_prob, PRECISE) + ratio) / scale
     exact = chain(exact, z_y + tl.load(row_max + rows, mask=live, other=0.0), softcap, HAS_SOFTCAP)
     rounded = exact.to(e.dtype.element_ty)
     tl.store(e + rows.to(tl.int64) * stride_er + y, rounded, mask=live & (y >= 0))

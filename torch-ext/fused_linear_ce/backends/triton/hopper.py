@@ -360,7 +360,7 @@ def _dlogits_tiles(
     """Consumer of dlogits_kernel."""
     (
         x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
-        row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
+        row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_r, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     ) = operands  # fmt: skip
     size: gl.constexpr = x_blocks.shape[1]
@@ -392,7 +392,7 @@ def _dlogits_tiles(
 
         stored = tile_gradient(
             _eighths(product, WARPS), at, column, rows, live, y, here, any_here,
-            coefficients, row_target, row_t, biases, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
+            coefficients, row_target, row_r, biases, class_weight, V, logit_scale, softcap, out.dtype, COLUMNS,
             SCALED, HAS_BIAS, HAS_SOFTCAP, HAS_CLASS_WEIGHT, HAS_B, HAS_D, x_blocks.dtype,
         )  # fmt: skip
         stored_row, stored_column = row, column
@@ -404,7 +404,7 @@ def _dlogits_tiles(
 @gluon.jit(do_not_specialize=PER_CALL)
 def dlogits_kernel(
     x, w, bias, targets, class_weight,
-    row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d, out,
+    row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_r, row_d, out,
     R, V, H, row_tiles, column_tiles, logit_scale, softcap, GROUP: gl.constexpr, PARTITIONS: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_CLASS_WEIGHT: gl.constexpr,
     HAS_B: gl.constexpr, HAS_D: gl.constexpr,
@@ -417,7 +417,7 @@ def dlogits_kernel(
     ring = _ring(PARTITIONS)
     operands = (
         x_blocks, w_blocks, ring, staging, out, bias, targets, class_weight,
-        row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_t, row_d,
+        row_max, row_log_sum, row_target, row_entropy, row_a, row_b, row_r, row_d,
         R, V, H, row_tiles, column_tiles, logit_scale, softcap,
     )  # fmt: skip
     _specialize(

@@ -203,10 +203,9 @@ def expm1(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def target_gradient(log_prob, entropy, a, b, t, HAS_B: tl.constexpr, PRECISE: tl.constexpr):
-    """The same at the target, with t: a (p_y - 1) + (a + t) by expm1, since for cross-entropy t = -a and a p_y + t
-    would cancel."""
-    value = a * expm1(log_prob, PRECISE) + (a + t)
+def target_gradient(log_prob, entropy, a, b, r, HAS_B: tl.constexpr, PRECISE: tl.constexpr):
+    """The same at the target, with r: loss.py's target_dlogit."""
+    value = a * expm1(log_prob, PRECISE) + r
     if HAS_B:
         value += b * exp(log_prob, PRECISE) * (tl.maximum(log_prob, LOG_ZERO) + entropy)
     return value
