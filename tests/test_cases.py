@@ -158,24 +158,27 @@ def test_c07_the_gradient_of_lse_is_filtered_away(kernel, dev):
     )
 
 
-@pytest.mark.parametrize("options", [{"z_loss": 1.0}, {"label_smoothing": 1.0}], ids=str)
-@pytest.mark.parametrize("least", [1e-4, 1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("option, logit_scale", [("z_loss", 1.0), ("z_loss", 0.7), ("label_smoothing", 1.0)])
+@pytest.mark.parametrize("small", [1e-4, 1e-5, 1e-6, 1e-7])
 @pytest.mark.parametrize("reduction, kind", [("mean", "forward"), ("none", "kept")])
-def test_c07_the_gradient_of_lse_is_rounded_away(kernel, dev, options, least, reduction, kind):
+def test_c07_the_gradient_of_lse_is_rounded_away(kernel, dev, dtype, option, logit_scale, small, reduction, kind):
     """All that certain rows have is the small term's gradient: it is to keep its own digits, not those of 1 + it."""
-    options = {name: least * unit for name, unit in options.items()}
-    inputs = confident_inputs(dev, 200)
+    inputs = confident_inputs(dev, 200).to(dev, dtype)
     upstream = oracle.upstream_of(reduction)
     workspace = oracle.workspace_for(kernel, kind, inputs, upstream=upstream)
     if kind == "kept":  # the other rows are recomputed
         assert 0 < oracle.plan_of(kernel, inputs, workspace, upstream=upstream).kept_rows < 64
-    options.update(
-        reduction=reduction,
-        upstream=None if reduction == "mean" else torch.linspace(0.5, 1.5, 64, device=dev),
-        workspace=workspace,
-    )
+    options = {
+        option: small,
+        "logit_scale": logit_scale,
+        "reduction": reduction,
+        "upstream": None if reduction == "mean" else torch.linspace(0.5, 1.5, 64, device=dev),
+        "workspace": workspace,
+    }
     expected = oracle.reference(*inputs.positional(), **options)
-    oracle.check_gradients(oracle.run(kernel, inputs, **options), expected, 1e-6)
+    tolerance = 1e-6 if dtype == torch.float32 else oracle.gradient_tolerance(dtype)
+    oracle.check_gradients(oracle.run(kernel, inputs, **options), expected, tolerance)
 
 
 def test_c09_a_running_sum_of_dw_in_bf16(kernel, dev):

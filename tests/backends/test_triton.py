@@ -51,6 +51,22 @@ class TestForward:
             exps = where.exps(rows=rows, vocab=vocab) if store else None
             check_forward(backend, base, chunk, base.Wants(*ALL), exps)
 
+    @pytest.mark.parametrize("store", [False, True])
+    @pytest.mark.parametrize("logit_scale", [1.0, 0.3])
+    @pytest.mark.parametrize("dtype", [FP32, *HALF])
+    def test_a_certain_row_has_no_loss_at_all(self, where, backend, base, dtype, logit_scale, store):
+        """As in torch: no digit of a log-probability of 0 comes from the reference, which is computed by itself."""
+        chunk = where.chunk(dtype, logit_scale=logit_scale)
+        weight = chunk.weight.float() + torch.randn_like(chunk.weight, dtype=FP32)
+        weight = torch.nn.functional.normalize(weight, dim=1)
+        x = 700 * weight[chunk.targets.clamp(min=0)]
+        chunk = chunk._replace(x=x.to(dtype), weight=weight.to(dtype))
+        others = chunk.z.scatter(1, chunk.targets[:, None], -torch.inf).amax(1)
+        certain = chunk.z.gather(1, chunk.targets[:, None])[:, 0] - others > 25
+        assert certain.sum() > 3
+        stats = run_forward(backend, base, chunk, base.Wants(), where.exps(dtype) if store else None)
+        assert (stats.log_prob[certain] == 0).all()
+
     def test_no_row(self, where, backend, base):
         chunk = where.chunk()
         chunk = chunk._replace(x=chunk.x[:0], targets=chunk.targets[:0])

@@ -22,6 +22,8 @@ from .logits import (
     PER_CALL,
     column_bias,
     exp,
+    exponential,
+    in_units,
     reference_error,
     row_scratch,
     tile_order,
@@ -202,10 +204,7 @@ def combine_kernel(
     else:
         c = tl.where(m == float("-inf"), 0.0, m)
     PRECISE: tl.constexpr = COMPUTE == tl.float32
-    above = c - m  # what E's reference lies above the maximum
-    if STORE:
-        above -= reference_error(c, PRECISE)
-    else:  # each tile's sums are relative to its own maximum
+    if not STORE:  # each tile's sums are relative to its own maximum
         for first in range(0, column_tiles, TILES):
             tile = first + tiles
             mask = (tile < column_tiles)[:, None] & live[None, :]
@@ -228,7 +227,7 @@ def combine_kernel(
                 shifted += tl.where(mask, t_shifted, 0.0)
     total, dot, squares, shifted = tl.sum(total, 0), tl.sum(dot, 0), tl.sum(squares, 0), tl.sum(shifted, 0)
     if SHIFTED and STORE:
-        shifted += weight * above
+        shifted += weight * (c - m - reference_error(c, PRECISE))
     if STORE:
         limit = tl.where(repair != 0, float("inf"), LIMIT_SQUARES if SQUARES else LIMIT)
         over = written & (tl.abs(m - c) > limit) & (m > float("-inf"))
@@ -238,7 +237,11 @@ def combine_kernel(
             tl.store(any_marked, 1.0)
     z_y = tl.load(target_z + rows, mask=live, other=0.0)
     log_total = tl.log(total)
-    log_sum = log_total + above
+    # Over the maximum's own element: where that is all there is, nothing is left, whatever rounding made of c.
+    _, highest = exponential(m, in_units(c, PRECISE), PRECISE)
+    if not (STORE or PRECISE):
+        highest *= exp(-reference_error(c, PRECISE), PRECISE)
+    log_sum = tl.log(tl.div_rn(total, highest))
     # No class, and a row of -inf only: NaN, as the softmax of such a row is.
     log_sum = tl.where((y < 0) | (m == float("-inf")), float("nan"), log_sum)
     poison = log_sum - log_sum

@@ -137,6 +137,25 @@ def reference_error(c, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def in_units(c, PRECISE: tl.constexpr):
+    """A reference in exponential()'s units."""
+    return c if PRECISE else c * LOG2_E
+
+
+@triton.jit
+def exponential(z, c, PRECISE: tl.constexpr):
+    """(d, e): z - c in nats if PRECISE, else in units of log 2 by one fused multiplication and addition; and its exp.
+    c is in the same units."""
+    if PRECISE:
+        d = z - c
+        e = exp(d, True)
+    else:
+        d = tl.fma(z, LOG2_E, -c)
+        e = tl.exp2(d)
+    return d, e
+
+
+@triton.jit
 def exponentials(
     z, c, class_w, sums, FIRST: tl.constexpr, INFINITE: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISE: tl.constexpr,
@@ -145,16 +164,10 @@ def exponentials(
     columns are worked on in, this one added (FIRST: there is none before it). INFINITE: z may be -inf where c is
     finite.
 
-    Unless PRECISE, z - c is one fused multiplication and addition in units of log 2, and c is c - reference_error(c):
-    the same for the whole row, so that only a sum's meaning depends on it.
+    Unless PRECISE, c is c - reference_error(c): one for the whole row, so that only a sum's meaning depends on it.
     """
     total, dot, squares, shifted = sums
-    if PRECISE:
-        d = z - c[:, None]
-        e = exp(d, True)
-    else:
-        d = tl.fma(z, LOG2_E, -(c * LOG2_E)[:, None])
-        e = tl.exp2(d)
+    d, e = exponential(z, in_units(c, PRECISE)[:, None], PRECISE)
     total = e if FIRST else total + e
     if SHIFTED:
         # A class of weight 0 adds nothing, also when its logit is -inf.
