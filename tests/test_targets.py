@@ -104,7 +104,7 @@ def variants(target: str, tuning) -> list:
         hopper(add)
     add("", "select_kernel", dict(BLOCK=4096), {})
     for dtype in ("bf16", "fp16", "fp32"):
-        constants = dict(ROWS=8, DEPTH=128, COMPUTE=dtype)
+        constants = dict(ROWS=2, DEPTH=512, COMPUTE=dtype)
         for flags in (dict(SCALED=False, HAS_BIAS=False, HAS_SOFTCAP=False), {k: ALL[k] for k in list(ALL)[:3]}):
             types = {"x": dtype, "w": dtype, "bias": dtype}
             name = f"{dtype} {'every option' if flags['SCALED'] else ''}"
@@ -112,7 +112,7 @@ def variants(target: str, tuning) -> list:
     for store in (False, True):
         for asked in (False, True):
             constants = dict(
-                ROWS=16, TILES=128, COLUMNS=256, STORE=store, ENTROPY=asked, SQUARES=asked,
+                ROWS=32, TILES=128, COLUMNS=256, STORE=store, ENTROPY=asked, SQUARES=asked,
                 SHIFTED=asked, TOP1=asked, COMPUTE="fp32" if asked else "bf16",
             )  # fmt: skip
             add(f"store={store} asked={asked}", "combine_kernel", constants, {})
@@ -121,7 +121,7 @@ def variants(target: str, tuning) -> list:
         add(f"accumulate={accumulate}", "matmul_kernel", constants, {"a": "bf16", "b": "bf16", "out": "fp32"})
     for dtype in ("bf16", "fp32"):
         for flag in (False, True):
-            constants = dict(ROWS=4, COLUMNS=512, HAS_SOFTCAP=flag, SCALE_X=flag, PRECISE=dtype == "fp32")
+            constants = dict(ROWS=4, COLUMNS=1024, HAS_SOFTCAP=flag, SCALE_X=flag, PRECISE=dtype == "fp32")
             add(f"{dtype} {flag}", "finish_kernel", constants, {"e": dtype, "x": dtype, "scaled": dtype})
         add(dtype, "column_sum_kernel", dict(ROWS=32, COLUMNS=128), {"e": dtype, "out": "fp32"})
     for source, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")):

@@ -153,14 +153,14 @@ def select(targets: torch.Tensor, ignore_index: int, vocab: int, early: bool = F
 
 def _reference(x: torch.Tensor, targets: torch.Tensor, head: Head, scratch: torch.Tensor) -> None:
     """Writes c_i of forward_kernels.py into the scratch."""
-    rows = 8
+    rows = 2
     weight = head.weight
     fwd.reference_kernel[(_cdiv(x.shape[0], rows),)](
         x, weight, x if head.bias is None else head.bias.contiguous(), targets, scratch,
         x.shape[0], weight.shape[0], x.shape[1],
         x.stride(0), weight.stride(0), weight.stride(1),
         head.logit_scale, 1.0 if head.softcap is None else head.softcap,
-        ROWS=rows, DEPTH=128,
+        ROWS=rows, DEPTH=512,
         SCALED=head.logit_scale != 1.0, HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=_softcap_kind(x.dtype, head.softcap), COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def forward(
                 None if stats.is_top1 is None else stats.is_top1.view(torch.int8),
             )
         )  # fmt: skip
-        block = 16
+        block = 32
         for repair in (False, True) if store else (False,):
             how, extra = launch, {}
             if how.tiles.loads != "pipeline":
@@ -217,7 +217,7 @@ def forward(
             fwd.combine_kernel[(_cdiv(rows, block),)](
                 targets, scratch, partials, *outputs, rows, launch.column_tiles, plane, int(repair),
                 ROWS=block, TILES=128, COLUMNS=launch.tiles.columns, STORE=store, **asked,
-                TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=8,
+                TOP1=wants.is_top1, COMPUTE=_TRITON_DTYPE[x.dtype], num_warps=4 if planes <= 3 else 8,
             )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def finish(e, x, targets, head: Head, stats: Stats, a: torch.Tensor, r: torch.Te
                 e, x, targets, stats.max, stats.log_sum, stats.target, stats.scale, a.contiguous(), r.contiguous(),
                 factor, x if scaled is None else scaled, rows, hidden_size, e.stride(0), x.stride(0),
                 head.logit_scale, 1.0 if head.softcap is None else head.softcap, NUDGE[torch.float32],
-                ROWS=block, COLUMNS=512, HAS_SOFTCAP=_softcap_kind(x.dtype, head.softcap), SCALE_X=scaled is not None,
+                ROWS=block, COLUMNS=1024, HAS_SOFTCAP=_softcap_kind(x.dtype, head.softcap), SCALE_X=scaled is not None,
                 PRECISE=x.dtype == torch.float32, num_warps=4,
             )  # fmt: skip
     return factor
