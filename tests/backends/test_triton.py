@@ -55,7 +55,8 @@ class TestForward:
     @pytest.mark.parametrize("logit_scale", [1.0, 0.3])
     @pytest.mark.parametrize("dtype", [FP32, *HALF])
     def test_a_certain_row_has_no_loss_at_all(self, where, backend, base, dtype, logit_scale, store):
-        """As in torch: no digit of a log-probability of 0 comes from the reference, which is computed by itself."""
+        """As in torch: no digit of a log-probability of 0 comes from the reference, which is computed by itself; nor
+        one of the entropy, of whose gradient that would be all."""
         chunk = where.chunk(dtype, logit_scale=logit_scale)
         weight = chunk.weight.float() + torch.randn_like(chunk.weight, dtype=FP32)
         weight = torch.nn.functional.normalize(weight, dim=1)
@@ -64,8 +65,12 @@ class TestForward:
         others = chunk.z.scatter(1, chunk.targets[:, None], -torch.inf).amax(1)
         certain = chunk.z.gather(1, chunk.targets[:, None])[:, 0] - others > 25
         assert certain.sum() > 3
-        stats = run_forward(backend, base, chunk, base.Wants(), where.exps(dtype) if store else None)
+        wants = base.Wants(entropy=True, log_sum_sq=True)
+        stats = run_forward(backend, base, chunk, wants, where.exps(dtype) if store else None)
         assert (stats.log_prob[certain] == 0).all()
+        entropy = reference.statistics(chunk.z, chunk.targets)["entropy"][certain]
+        assert (stats.entropy >= 0).all() and (stats.entropy[certain] - entropy).abs().max() < 1e-10
+        assert (stats.log_sum_sq <= 0).all() and (stats.log_sum_sq[certain] > -1e-9).all()
 
     def test_no_row(self, where, backend, base):
         chunk = where.chunk()

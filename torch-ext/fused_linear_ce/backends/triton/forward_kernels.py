@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .epilogues import targets_in_tile, tile_bias, tile_statistics
 from .logits import (
+    LN_2,
     LOG_ZERO,
     PER_CALL,
     column_bias,
@@ -236,11 +237,16 @@ def combine_kernel(
         if tl.max(over.to(tl.int32), 0) > 0:
             tl.store(any_marked, 1.0)
     z_y = tl.load(target_z + rows, mask=live, other=0.0)
-    log_total = tl.log(total)
-    # Over the maximum's own element: where that is all there is, nothing is left, whatever rounding made of c.
-    _, highest = exponential(m, in_units(c, PRECISE), PRECISE)
-    if not (STORE or PRECISE):
-        highest *= exp(-reference_error(c, PRECISE), PRECISE)
+    # Over the maximum's own elements: where they are all there is, nothing is left, whatever rounding made of c.
+    above, highest = exponential(m, in_units(c, PRECISE), PRECISE)
+    highest_squared = highest * highest
+    mean = dot / total  # of z - m under p
+    if STORE:
+        mean -= above if PRECISE else above * LN_2
+    elif not PRECISE:
+        factor = exp(-reference_error(c, PRECISE), PRECISE)
+        highest *= factor
+        highest_squared = highest_squared * factor * factor
     log_sum = tl.log(tl.div_rn(total, highest))
     # No class, and a row of -inf only: NaN, as the softmax of such a row is.
     log_sum = tl.where((y < 0) | (m == float("-inf")), float("nan"), log_sum)
@@ -251,9 +257,11 @@ def combine_kernel(
     if STORE:
         tl.store(out_scale + rows, 1.0 / total + poison, mask=written)
     if ENTROPY:
-        tl.store(out_entropy + rows, log_total - dot / total + poison, mask=written)
+        entropy = log_sum - mean
+        tl.store(out_entropy + rows, tl.where(entropy < 0.0, 0.0, entropy) + poison, mask=written)
     if SQUARES:
-        tl.store(out_squares + rows, tl.log(squares) - 2.0 * log_total + poison, mask=written)
+        log_squares = tl.log(tl.div_rn(squares, highest_squared)) - 2.0 * log_sum
+        tl.store(out_squares + rows, tl.where(log_squares > 0.0, 0.0, log_squares) + poison, mask=written)
     if SHIFTED:
         tl.store(out_sum_log_probs + rows, shifted - weight * log_sum + poison, mask=written)
     if TOP1:
