@@ -13,6 +13,7 @@ import gc
 import itertools
 import re
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -315,6 +316,12 @@ class Outcome:
 def as_leaf(tensor: torch.Tensor | None, needs: bool) -> torch.Tensor | None:
     """A leaf that shares the tensor's memory, strides and all."""
     return None if tensor is None else tensor.detach().requires_grad_(needs)
+
+
+def tracing(on: bool = True):
+    """As while torch.compile traces, if on. torch.compiler.is_compiling itself is to stay what it is: Dynamo knows
+    torch's functions by identity, from when it is first used."""
+    return mock.patch.object(torch.compiler, "_is_compiling_flag", on)
 
 
 @contextlib.contextmanager

@@ -180,8 +180,7 @@ def test_a_traced_raw_pair_is_captured_when_it_runs(kernel, where, monkeypatch, 
     """While tracing it is not known yet whether rows will be masked."""
     inputs, _ = make(where)
     g = oracle.random((where[1],), where[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with oracle.tracing():
         how = kernel.fused_linear_cross_entropy_forward(*inputs.positional(), reduction="none")[2][0]
     monkeypatch.setattr(submodule(kernel, "passes"), "capturing", lambda t: captured)
     *_, (_, *saved) = kernel.fused_linear_cross_entropy_forward(*inputs.positional(), reduction="none")
@@ -213,15 +212,13 @@ def test_a_raw_backward_computes_in_the_dtype_of_its_forward(kernel, where, name
 
 
 @pytest.mark.parametrize("compiled", ["forward", "backward", "neither"])
-def test_a_raw_backward_takes_what_its_forward_saved(kernel, where, monkeypatch, compiled):
+def test_a_raw_backward_takes_what_its_forward_saved(kernel, where, compiled):
     """Compiled or not: a compiled forward makes the gradients, as its graph is not to be specialised on N."""
     inputs, _ = make(where)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: compiled == "forward")
+    with oracle.tracing(compiled == "forward"):
         loss, _, saved = kernel.fused_linear_cross_entropy_forward(*inputs.positional())
     copies = [t.clone() for t in saved]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: compiled == "backward")
+    with oracle.tracing(compiled == "backward"):
         grads = kernel.fused_linear_cross_entropy_backward(torch.full_like(loss, 2.0), saved, *inputs.positional())
     expected = oracle.reference(*inputs.positional(), upstream=torch.tensor(2.0))
     check_gradients(grads, expected)
