@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -127,13 +128,28 @@ def sharded_batch(shard: int | None = None) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[rows], "labels": labels[rows], "num_items_in_batch": (labels[:, 1:] != IGNORE).sum()}
 
 
+class FsdpCase(NamedTuple):
+    kind: str
+    lora: bool = False
+    own_group: bool = False  # of the head, which leaves it a DTensor
+    policy: bool = False  # MixedPrecisionPolicy: fp32 parameters, computed with in bf16
+    fp32_head: bool = False  # on a bf16 model, as TRL's cast_lm_head_to_fp32 leaves it
+
+    @property
+    def tolerance(self) -> float:
+        """Of the loss, and relative of all gradients together."""
+        return 2e-2 if self.policy or self.fp32_head else 1e-6
+
+
 FSDP_CASES = {
-    # name: (model kind, LoRA, whether the head is an FSDP group of its own, which leaves it a DTensor)
-    "llama": ("llama", False, False),
-    "own_group": ("llama", False, True),
-    "bias_own_group": ("phi", False, True),
-    "tied": ("gemma2", False, False),
-    "lora_own_group": ("llama", True, True),
+    "llama": FsdpCase("llama"),
+    "own_group": FsdpCase("llama", own_group=True),
+    "bias_own_group": FsdpCase("phi", own_group=True),
+    "tied": FsdpCase("gemma2"),
+    "lora_own_group": FsdpCase("llama", lora=True, own_group=True),
+    "policy": FsdpCase("llama", policy=True),
+    "policy_own_group": FsdpCase("llama", own_group=True, policy=True),
+    "fp32_head_own_group": FsdpCase("llama", own_group=True, fp32_head=True),
 }
 
 
@@ -158,26 +174,63 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return full
 
 
+def relative_error(got, expected) -> float:
+    """Frobenius, of all tensors together."""
+    pairs = [(a.double(), b.double()) for a, b in zip(got, expected)]
+    norms = (torch.nn.utils.get_total_norm(tensors) for tensors in ([a - b for a, b in pairs], [b for _, b in pairs]))
+    difference, size = (norm.item() for norm in norms)
+    return difference / size
+
+
+def replicated_head() -> dict:
+    """A head that is a DTensor, whole on both ranks, under a plain model: tensor parallelism of other modules."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (2,))
+    reference, _ = build("llama", False)
+    loss = reference(**sharded_batch()).loss
+    loss.backward()
+    model, _ = build("llama", False)
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(DTensor.from_local(head.weight.detach(), mesh, [Replicate()]))
+    output = model(**sharded_batch(rank()))
+    (2 * output.loss).backward()
+    total = output.loss.detach().clone()
+    dist.all_reduce(total)
+    expected = reference.get_output_embeddings().weight.grad
+    return {
+        "loss": [loss.item(), total.item()],
+        "relative": relative_error([head.weight.grad.full_tensor()], [expected]),
+    }
+
+
 def fsdp() -> dict:
     """Gradients of two sharded ranks, one of them without a valid label, against those of the whole batch."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh("cpu", (2,))
     results = {}
-    for name, (kind, with_lora, own_group) in FSDP_CASES.items():
-        reference, _ = build(kind, with_lora)
+    for name, case in FSDP_CASES.items():
+        reference, _ = build(case.kind, case.lora)
         loss = reference(**sharded_batch()).loss
         loss.backward()
         expected = gradients(reference)
 
-        model, base = build(kind, with_lora)
-        if own_group:
-            fully_shard(base.get_output_embeddings(), mesh=mesh)
+        model, base = build(case.kind, case.lora)
+        if case.fp32_head:
+            model.to(torch.bfloat16)
+            base.get_output_embeddings().float()
+        how = {"mesh": mesh}
+        if case.policy:
+            how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if case.own_group:
+            fully_shard(base.get_output_embeddings(), **how)
         for layer in base.base_model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, **how)
+        fully_shard(model, **how)
         with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as full_tensor:
             output = model(**sharded_batch(rank()))
             # FSDP averages over the ranks, num_items_in_batch counts the tokens of both
@@ -190,6 +243,7 @@ def fsdp() -> dict:
             "missing": sorted(expected.keys() ^ got.keys()),
             "difference": max((expected[k] - got[k]).abs().max().item() for k in expected),
             "size": max(g.abs().max().item() for g in expected.values()),
+            "relative": relative_error([got[k] for k in expected], expected.values()),
             "head_tensors": 1 + (getattr(base.get_output_embeddings(), "bias", None) is not None),
             "gathers": full_tensor.call_count,
             "valid": int(output.num_valid_tokens),
