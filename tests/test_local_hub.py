@@ -1,6 +1,7 @@
 """The local Hub by itself: its HTTP, its store, and what it refuses. The clients' side is in test_release.py."""
 
 import base64
+import functools
 import json
 import signal
 import subprocess
@@ -322,7 +323,8 @@ def test_a_command_gets_the_hub(tmp_path, monkeypatch):
 def test_it_serves_until_it_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_HUB_TOKEN", "hf_given")
     command = [sys.executable, "-m", "tools.local_hub", "--store", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # else a background job's child is deaf
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         lines = [process.stdout.readline().strip() for _ in range(4)]
         settings = dict(line.removeprefix("export ").split("=", 1) for line in lines[:3])
         assert settings["HF_TOKEN"] == "hf_given"
