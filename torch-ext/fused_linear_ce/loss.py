@@ -14,8 +14,9 @@ so its gradient always has the shape of one family, with u_* = d loss / d (that 
     dz_j = p_j (a + b (log p_j + entropy)) + (r - a) [j = y] + d w_j
     r = u_lse - sum_j w_j * u_sum_log_probs     a = r - u_log_prob     b = -u_entropy     d = u_sum_log_probs
 
-r and not u_log_prob is carried, because r is what a row that is certain of its target has left: 0 for cross-entropy,
-and what a small z-loss or label smoothing adds, of which 1 + r would keep few digits.
+with the element of the target computed as a (p_y - 1) + r + d w_y. r and not u_log_prob is carried, because the first
+term vanishes on a row that is certain of its target. What is left is 0 for cross-entropy, and what a small z-loss or
+label smoothing adds; r as the difference of a, then close to 1, and u_log_prob would have few of its digits.
 
 All but lse are sums of log p_j = (z_j - m) - log sum exp(z - m), with m the row's maximum: a common offset of the
 logits costs them no digits.

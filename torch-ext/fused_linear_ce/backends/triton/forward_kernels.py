@@ -33,7 +33,7 @@ from .logits import (
     transform,
 )
 
-# Nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, times base.NUDGE.
+# Nats that a row's maximum may lie above its reference: 2^58, times 2^18 classes, over base.NUDGE, is in range.
 LIMIT = tl.constexpr(40.0)
 LIMIT_SQUARES = tl.constexpr(30.0)  # the same where exp(z - c)^2 is summed
 FAR_BELOW = tl.constexpr(-1e8)  # the reference that marks a row, whatever its maximum is
@@ -237,12 +237,13 @@ def combine_kernel(
         if tl.max(over.to(tl.int32), 0) > 0:
             tl.store(any_marked, 1.0)
     z_y = tl.load(target_z + rows, mask=live, other=0.0)
-    # Over the maximum's own elements: where they are all there is, nothing is left, whatever rounding made of c.
+    # The sums are divided by the maximum's own element, rounded as its tile (and, without STORE, the loop above) did:
+    # where it is all there is, log_sum is 0, although c is computed by itself and the element is not quite exp(m - c).
     above, highest = exponential(m, in_units(c, PRECISE), PRECISE)
     highest_squared = highest * highest
-    mean = dot / total  # of z - m under p
+    mean = dot / total  # of z under p, less c or m
     if STORE:
-        mean -= above if PRECISE else above * LN_2
+        mean -= above if PRECISE else above * LN_2  # less m
     elif not PRECISE:
         factor = exp(-reference_error(c, PRECISE), PRECISE)
         highest *= factor

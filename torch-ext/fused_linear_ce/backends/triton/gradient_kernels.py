@@ -55,7 +55,7 @@ def finish_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, SCALE_X: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The torch backend's finish(), for ROWS rows a program."""
+    """The torch backend's finish() and row_factors(), for ROWS rows a program; nudge is base.NUDGE."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < R
     y = tl.load(targets + rows, mask=live, other=-1)

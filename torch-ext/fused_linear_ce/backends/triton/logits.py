@@ -199,7 +199,7 @@ def row_sums(sums, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, SHIFTED: tl.con
 
 @triton.jit
 def gradient(z, m, log_sum, entropy, a, b, HAS_B: tl.constexpr, PRECISE: tl.constexpr):
-    """p (a + b (log p + entropy)), what every class has of the gradient family of loss.py; the last five per row."""
+    """p (a + b (log p + entropy)), what every class has of the gradient family of loss.py; m to b are per row."""
     log_p = (z - m[:, None]) - log_sum[:, None]
     value = exp(log_p, PRECISE)
     if HAS_B:
