@@ -174,6 +174,12 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return full
 
 
+def of_both_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item()
+
+
 def relative_error(got, expected) -> float:
     """Frobenius, of all tensors together."""
     pairs = [(a.double(), b.double()) for a, b in zip(got, expected)]
@@ -196,11 +202,9 @@ def replicated_head() -> dict:
     head.weight = torch.nn.Parameter(DTensor.from_local(head.weight.detach(), mesh, [Replicate()]))
     output = model(**sharded_batch(rank()))
     (2 * output.loss).backward()
-    total = output.loss.detach().clone()
-    dist.all_reduce(total)
     expected = reference.get_output_embeddings().weight.grad
     return {
-        "loss": [loss.item(), total.item()],
+        "loss": [loss.item(), of_both_ranks(output.loss)],
         "relative": relative_error([head.weight.grad.full_tensor()], [expected]),
     }
 
@@ -236,10 +240,8 @@ def fsdp() -> dict:
             # FSDP averages over the ranks, num_items_in_batch counts the tokens of both
             (2 * output.loss).backward()
         got = gradients(model)
-        total = output.loss.detach().clone()
-        dist.all_reduce(total)
         results[name] = {
-            "loss": [loss.item(), total.item()],
+            "loss": [loss.item(), of_both_ranks(output.loss)],
             "missing": sorted(expected.keys() ^ got.keys()),
             "difference": max((expected[k] - got[k]).abs().max().item() for k in expected),
             "size": max(g.abs().max().item() for g in expected.values()),
@@ -359,13 +361,11 @@ def shift_labels() -> dict:
         half, num_items = shifted_half(rank(), masked)
         output = ddp_model(**half, num_items_in_batch=num_items)
         (2 * output.loss).backward()
-        total = output.loss.detach().clone()
-        dist.all_reduce(total)
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         everyone = [None, None]
         dist.all_gather_object(everyone, [int(output.num_valid_tokens), output.loss.item()])
         results["masked" if masked else "plain"] = {
-            "loss": total.item(), "grad_norm": norm.item(), "ranks": everyone,
+            "loss": of_both_ranks(output.loss), "grad_norm": norm.item(), "ranks": everyone,
             "without_gradient": [n for n, p in model.named_parameters() if p.grad is None],
         }  # fmt: skip
     return results
